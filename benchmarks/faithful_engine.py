@@ -44,7 +44,7 @@ class EngineFacts:
         layout, tiers = scheduler.connector._scheduler.layout, _store(llm).catalog.tiers
         pools = scheduler.kv_cache_config
         hbm = (pools.num_blocks - 1) * _block_bytes(layout.model)
-        ssd = tiers.ssd.geometry.count if tiers.ssd else 0
+        ssd = tiers.ssd.geometry.num_chunks if tiers.ssd else 0
         slot_bytes = sum(layout.max_bytes.values())
         config = scheduler.scheduler_config
         return cls(

@@ -26,16 +26,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.measure import machine_line, publish, rounded, table
-from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange
+from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange, SlotRef, Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig, Wanted
 from hetero_connector.store.catalog.slot_geometry import SlotGeometry
+from hetero_connector.store.catalog.slots import SlotPool
 from hetero_connector.store.catalog.tiers import Tiers
 from hetero_connector.store.garbage import Freezer
 from hetero_connector.store.ssd.journal import Journal
-from hetero_connector.store.ssd.journal_format import JournalMeta, JournalRow, SlabShape
+from hetero_connector.store.ssd.journal_format import JournalMeta, JournalRow
 from hetero_connector.store.ssd.tier import adopt_journal
 from tests.faults.campaign import run_campaign
 
@@ -75,16 +76,17 @@ class BigTier:
 def open_big_tier(rows: int = 1_000_000) -> BigTier:
     """Write a journal of `rows` rows, open it, and add `GROWTH` chunks."""
     count = rows // len(KINDS)
-    meta = JournalMeta(b"f" * 16, {t: SlabShape(count, n) for t, n in SLOT_BYTES.items()})
+    room = (count + GROWTH) * 17 // 16  # some of it is in zones that are partly free
+    geometry = SlotGeometry.by_use(SLOT_BYTES, room * sum(SLOT_BYTES.values()))
+    meta = JournalMeta(b"f" * 16, geometry)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal.sqlite"
         journal = Journal.open(path, meta)
-        new = _rows(count)
+        new = _rows(count, SlotPool(Tier.SSD, geometry))
         while batch := list(islice(new, 100_000)):
             journal.record(batch)
         del batch
         journal.close()
-        geometry = SlotGeometry(count + GROWTH, SLOT_BYTES)
         tiers = Tiers(CHUNK, SlotGeometry(1, SLOT_BYTES), geometry, Recorder())
         gc.collect()
         before_bytes = _resident_bytes()
@@ -151,13 +153,17 @@ def _save(store: ArtifactStore, chunk: ChunkRange) -> None:
     store.complete_save(save)
 
 
-def _rows(count: int) -> Iterator[JournalRow]:
+def _rows(count: int, pool: SlotPool) -> Iterator[JournalRow]:
     parent, start = ROOT, 0
+    above: dict[StateType, SlotRef] = {}
     for number in range(count):
         chunk = ChunkRange(_key(number + 1), parent, start, start + CHUNK)
         for kind in KINDS:
             checksum = hashlib.blake2b(b"%s%d" % (kind.value.encode(), number), digest_size=16)
-            yield JournalRow(chunk, kind, number, 1, 3_000, checksum.digest(), float(number))
+            ref = pool.take(kind, above.get(kind))
+            assert ref is not None
+            above[kind] = ref
+            yield JournalRow(chunk, kind, ref.slot, 1, 3_000, checksum.digest(), float(number))
         parent, start = (chunk.key, chunk.end) if (number + 1) % TURN else (ROOT, 0)
 
 

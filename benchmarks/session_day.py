@@ -67,9 +67,8 @@ class DayResult:
     """The largest size of all files together."""
     ssd_chunks: int = 0
     """Slots in use at the end, of the state type with most."""
-    slot_bytes: int = 0
-    """Bytes of one slot of every state type together."""
-    num_types: int = 0
+    slots_bytes: int = 0
+    """Bytes of all slots in use at the end."""
     prompt_tokens: int = 0
     counters: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Counters of store and restorer as `name` or `name{tier}`, summed over other labels."""
@@ -104,10 +103,9 @@ class DayResult:
         return self.worst_day_bytes / (self.limits.write_bytes_per_day or math.inf)
 
     def bytes_for(self, share: float) -> int:
-        """Return the `ssd_bytes` that hold a share of the chunks of this day."""
-        # 512 bytes of journal are set aside for a slot of each type, and a sixteenth in all.
-        slots = max(8, round(share * self.ssd_chunks))
-        return slots * (self.slot_bytes + 512 * self.num_types) * 16 // 15 + (1 << 20)
+        """Return the `ssd_bytes` that hold a share of what was on SSD at the end of this day."""
+        # 512 bytes of journal are set aside for a slot of 4 KiB, and a sixteenth in all.
+        return round(share * self.slots_bytes * 9 / 8 * 16 / 15) + (1 << 20)
 
     def details(self) -> dict[str, Any]:
         """Return the details for a file."""
@@ -187,8 +185,8 @@ class SessionDay:
         tiers = self._store.catalog.tiers
         assert tiers.ssd is not None
         self.result.ssd_chunks = max(map(tiers.ssd.num_used, self._layout.model.state_types))
-        self.result.num_types = len(tiers.ssd.geometry.stride_bytes)
-        self.result.slot_bytes = sum(tiers.ssd.geometry.stride_bytes.values())
+        strides = tiers.ssd.geometry.stride_bytes
+        self.result.slots_bytes = sum(tiers.ssd.num_used(t) * n for t, n in strides.items())
         self._io_thread.start()
         self._store.close()
         files = [f for f in self._root.rglob("*") if f.is_file()]

@@ -1,7 +1,7 @@
 """The artifact store: sealed KV state in DRAM and on SSD, found again by its prefix.
 
 - `catalog`: what is stored where, and what the I/O thread has to do next, under one lock.
-- `ssd`: slab files, the journal, reads and writes of our own SSD tier.
+- `ssd`: the slab file, the journal, reads and writes of our own SSD tier.
 - `peers`: reads of other engines' DRAM and of what dead engines left, and the fleet's view of us.
 - `artifact_store`: the store, as the engine's scheduler side calls it; `base` has the values that
   they exchange, `arena` is the DRAM tier's memory.

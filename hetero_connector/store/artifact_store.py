@@ -30,7 +30,7 @@ from hetero_connector.store.catalog.prefetch_schedule import (
 )
 from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved, default_seconds_saved
-from hetero_connector.store.catalog.slot_geometry import SlotGeometry, dram_geometry
+from hetero_connector.store.catalog.slot_geometry import dram_geometry
 from hetero_connector.store.catalog.tiers import Tiers
 from hetero_connector.store.catalog.write_budget import WriteBudget
 from hetero_connector.store.garbage import Freezer
@@ -97,7 +97,7 @@ class ArtifactStore:
 
         `slot_bytes`: the largest artifact of each stored state type (`ArtifactLayout.max_bytes`).
         `chunk_tokens`: tokens of a full chunk. `fingerprint` and `description` name the model; an
-        SSD directory of another one is refused. `open_transfer` and `connect` open its slabs and
+        SSD directory of another one is refused. `open_transfer` and `connect` open its slab and
         its journal. `seconds_saved`: the worth of artifacts for eviction and admission to SSD;
         `prefetch_costs`: further figures for prefetching; `peers`: the fleet, if it reads this
         DRAM tier and this engine theirs; `size_of`: the size that a journal row must have.
@@ -109,21 +109,19 @@ class ArtifactStore:
         with contextlib.ExitStack() as undo:
             arena = Arena.create(geometry.size_bytes, shared=config.shared or peers is not None)
             undo.callback(arena.close)
-            directory, ssd_geometry = None, None
+            directory = None
             if config.ssd_dir is not None:
-                strides = geometry.stride_bytes
                 directory = SsdDirectory.open(
-                    config.ssd_dir, fingerprint, strides, config.ssd_bytes, description, connect
+                    config.ssd_dir, fingerprint, slot_bytes, config.ssd_bytes, description, connect
                 )
                 undo.callback(directory.close)
-                ssd_geometry = SlotGeometry(directory.slots_per_type, strides)
             port = PeerPort.open(peers, arena, geometry)
             if port is not None:
                 undo.callback(port.close, 1.0)
             tiers = Tiers(
                 chunk_tokens,
                 geometry,
-                ssd_geometry,
+                None if directory is None else directory.geometry,
                 recorder,
                 config.eviction,
                 seconds_saved,

@@ -44,7 +44,7 @@ class StoreConfig:
 
     dram_bytes: int
     ssd_dir: Path | None = None
-    """Directory for this model's slab files and journal; None for no SSD tier."""
+    """Directory for this model's slab file and journal; None for no SSD tier."""
     ssd_bytes: int = 0
     verify: Literal["ssd", "sample", "all"] = "ssd"
     """`ssd`: checksum what comes from SSD. `sample`: also some of what was served from DRAM, see

@@ -305,13 +305,14 @@ def check_index_memory(ssd_dir: Path) -> Iterator[Finding]:
             journal = Journal.open_copy(path / JOURNAL_NAME, check=False)
         except StoreError:
             continue  # `heterocache inspect` says what is wrong with it
-        slabs = journal.meta.slabs
+        geometry = journal.meta.geometry
         journal.close()
-        chunks = max((slab.slots for slab in slabs.values()), default=0)
-        needed, free = index_bytes(chunks, len(slabs)), machine.memory().available_bytes
+        # Every chunk has its prefix-proportional state, if the model has such.
+        chunks, num_types = geometry.num_slots(geometry.bundles[0][0]), len(geometry.stride_bytes)
+        needed, free = index_bytes(chunks, num_types), machine.memory().available_bytes
         name = f"index of {path.name}"
         detail = (
-            f"{chunks:,} chunks of {len(slabs)} state types take {needed / GIB:.2f} GiB of "
+            f"{chunks:,} chunks of {num_types} state types take {needed / GIB:.2f} GiB of "
             f"memory in addition to dram_gib, {free / GIB:.1f} GiB are free"
         )
         if needed < free:

@@ -32,6 +32,7 @@ class TypeReport:
     bytes: int
     """Useful bytes, without padding."""
     slots: int
+    """Slots that the type would have if it had all space that is not others' own."""
     slot_bytes: int
 
 
@@ -99,14 +100,10 @@ def _report(path: Path, meta: JournalMeta, rows: Sequence[JournalRow], in_use: b
     chunks = {row.chunk.key: row.chunk for row in rows}
     parents = {chunk.parent for chunk in chunks.values()}
     types = []
-    for state_type, shape in meta.slabs.items():
-        own = [row for row in rows if row.state_type is state_type]
-        size = sum(row.size_bytes for row in own)
-        types.append(
-            TypeReport(
-                state_type.value, Tier.SSD.value, len(own), size, shape.slots, shape.slot_bytes
-            )
-        )
+    for kind, slot_bytes in meta.geometry.stride_bytes.items():
+        own = [row for row in rows if row.state_type is kind]
+        size, slots = sum(row.size_bytes for row in own), meta.geometry.num_slots(kind)
+        types.append(TypeReport(kind.value, Tier.SSD.value, len(own), size, slots, slot_bytes))
     used = [row.last_access for row in rows]
     return ModelReport(
         path=str(path),

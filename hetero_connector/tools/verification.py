@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from hetero_connector.errors import StoreError, StoreInUseError, TransferError
-from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.catalog.slot_geometry import SlotGeometry
 from hetero_connector.store.ssd.directory_lock import DirectoryLock, holder, is_locked
 from hetero_connector.store.ssd.journal import Journal
-from hetero_connector.store.ssd.journal_format import JournalMeta, JournalRow
-from hetero_connector.store.ssd.space import JOURNAL_NAME, LOCK_NAME, SLAB_SUFFIX
+from hetero_connector.store.ssd.journal_format import JournalRow
+from hetero_connector.store.ssd.space import JOURNAL_NAME, LOCK_NAME, SLAB_NAME
 from hetero_connector.transfer.base import BLOCK_BYTES, open_direct
 from hetero_connector.transfer.checksum import checksum
 
@@ -60,12 +60,13 @@ def verify_model(path: Path, repair: bool = False, progress: Progress = iter) ->
             for chunk, name in journal.malformed():
                 keys.append((chunk, name))
                 report.bad.append(_bad(chunk, name, "its journal row is malformed"))
-            rows = sorted(journal.load(), key=lambda r: (r.state_type.value, r.slot))
-            with _Slabs(path, journal.meta) as slabs:
+            geometry = journal.meta.geometry
+            rows = sorted(journal.load(), key=lambda r: geometry.offset(r.state_type, r.slot))
+            with _Slab(path, geometry) as slab:
                 for row in progress(rows):
                     report.artifacts += 1
                     report.bytes += row.size_bytes
-                    reason = slabs.check(row)
+                    reason = slab.check(row)
                     if reason:
                         keys.append((bytes(row.chunk.key), row.state_type.value))
                         report.bad.append(_bad(row.chunk.key, row.state_type.value, reason))
@@ -82,44 +83,43 @@ def _bad(chunk: object, state_type: object, reason: str) -> BadArtifact:
     return BadArtifact(chunk.hex() if isinstance(chunk, bytes) else repr(chunk), name, reason)
 
 
-class _Slabs:
-    """The slab files of one directory, each opened for reading when it is first needed."""
+class _Slab:
+    """The slab file of one directory, opened for reading when it is first needed."""
 
-    def __init__(self, path: Path, meta: JournalMeta) -> None:
-        self._path = path
-        self._meta = meta
-        self._fds: dict[StateType, int] = {}
-        largest = max((s.slot_bytes for s in meta.slabs.values()), default=BLOCK_BYTES)
+    def __init__(self, path: Path, geometry: SlotGeometry) -> None:
+        self._path = path / SLAB_NAME
+        self._geometry = geometry
+        self._fd = -1
         # Page-aligned for O_DIRECT, which reads the disk, not the page cache.
+        largest = max(geometry.stride_bytes.values())
         self._buffer = np.frombuffer(mmap.mmap(-1, largest), np.uint8)
 
-    def __enter__(self) -> _Slabs:
+    def __enter__(self) -> _Slab:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for fd in self._fds.values():
-            os.close(fd)
+        if self._fd >= 0:
+            os.close(self._fd)
 
     def check(self, row: JournalRow) -> str | None:
         """Return the problem with the artifact; None if it is intact."""
         size = -(-row.size_bytes // BLOCK_BYTES) * BLOCK_BYTES
-        offset = row.slot * self._meta.slabs[row.state_type].slot_bytes
         try:
-            _read(self._open(row.state_type), self._buffer[:size], offset)
+            offset = self._geometry.offset(row.state_type, row.slot)
+            _read(self._open(), self._buffer[:size], offset)
         except TransferError as e:
             return str(e)
         if checksum(self._buffer[: row.size_bytes], row.id.seed) != row.checksum:
             return "its bytes do not match its checksum"
         return None
 
-    def _open(self, state_type: StateType) -> int:
-        if state_type not in self._fds:
-            path = self._path / f"{state_type.value}{SLAB_SUFFIX}"
+    def _open(self) -> int:
+        if self._fd < 0:
             try:
-                self._fds[state_type] = open_direct(path, os.O_RDONLY)
+                self._fd = open_direct(self._path, os.O_RDONLY)
             except OSError as e:
-                raise TransferError(f"its slab file cannot be opened: {e}") from e
-        return self._fds[state_type]
+                raise TransferError(f"the slab file cannot be opened: {e}") from e
+        return self._fd
 
 
 def _read(fd: int, into: np.ndarray[tuple[int], np.dtype[np.uint8]], offset: int) -> None:
@@ -131,7 +131,7 @@ def _read(fd: int, into: np.ndarray[tuple[int], np.dtype[np.uint8]], offset: int
             raise TransferError(e.errno, f"its bytes cannot be read: {e.strerror}") from e
         done += got
         if got == 0 or done % BLOCK_BYTES:
-            raise TransferError("its slab file is too short")
+            raise TransferError("the slab file is too short")
 
 
 @contextmanager

@@ -72,6 +72,6 @@ def test_a_small_disk_is_never_overfull_and_goes_on_taking_what_is_new(
     size_bytes = unlimited.bytes_for(0.3)
     result = day(tmp_path, model, Limits(size_bytes, dram_chunks=_DRAM_CHUNKS))
     assert result.disk_bytes <= size_bytes
-    assert result.ssd_chunks < 0.4 * unlimited.ssd_chunks
+    assert result.ssd_chunks < 0.5 * unlimited.ssd_chunks
     assert result.counters["heterocache_evictions{ssd}"] > unlimited.ssd_chunks / 2
     assert result.written_bytes > 0.95 * unlimited.written_bytes, "room is made for everything"

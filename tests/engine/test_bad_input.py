@@ -22,7 +22,9 @@ import pytest
 
 from examples.checkpoints import write_checkpoint
 from examples.serving import Server, kv_transfer_config
+from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.ssd.directory import SsdDirectory
+from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.tools.verification import verify_model
 from hetero_connector.units import GIB
 from tests.engine.harness import (
@@ -95,15 +97,12 @@ def rows(root: Path, query: str) -> list[Any]:
         journal.close()
 
 
-def slots(root: Path, state_type: str) -> list[tuple[int, int, int]]:
-    """Return (offset, size, end token) of every artifact of a type in its slab."""
-    slab = model_directory(root) / f"{state_type}.slab"
-    found = rows(
-        root, f"SELECT slot, size_bytes, end FROM artifacts WHERE state_type='{state_type}'"
-    )
-    stride = -(-max(size for _, size, _ in found) // 4096) * 4096
-    assert slab.stat().st_size % stride == 0
-    return [(slot * stride, size, end) for slot, size, end in found]
+def offsets(root: Path, state_type: StateType) -> list[int]:
+    """Return where every artifact of a type begins in the slab."""
+    journal = Journal.open_copy(model_directory(root) / "journal.sqlite")
+    cut, found = journal.meta.geometry, [r for r in journal.load() if r.state_type is state_type]
+    journal.close()
+    return [cut.offset(state_type, row.slot) for row in found]
 
 
 # At start
@@ -171,7 +170,7 @@ def test_a_disk_with_too_little_space(tmp_path: Path) -> None:
     refused(extra(tmp_path, ssd_gib=asked), r"\['ssd_gib'\]: .*GiB are free; lower ssd_gib")
 
 
-def test_a_file_system_that_refuses_the_slabs(tmp_path: Path) -> None:
+def test_a_file_system_that_refuses_the_slab(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, hard))
     try:
@@ -254,11 +253,11 @@ def journal_corrupted(root: Path) -> None:
 
 
 def slab_truncated(root: Path) -> None:
-    os.truncate(model_directory(root) / "dense_kv.slab", min(s[0] for s in slots(root, "dense_kv")))
+    os.truncate(model_directory(root) / "slots.slab", min(offsets(root, StateType.DENSE_KV)))
 
 
 def slab_deleted(root: Path) -> None:
-    (model_directory(root) / "window_swa.slab").unlink()
+    (model_directory(root) / "slots.slab").unlink()
 
 
 @pytest.mark.parametrize(

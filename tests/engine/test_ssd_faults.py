@@ -79,14 +79,14 @@ def chunk_at(llm: Any, state_type: StateType, end: int) -> Artifact:
 
 
 class Slab:
-    """Return a state type's slab file, to be damaged from outside."""
+    """The slab file, to be damaged from outside."""
 
-    def __init__(self, llm: Any, state_type: StateType) -> None:
+    def __init__(self, llm: Any) -> None:
         tiers = scheduler_side(llm).store.catalog.tiers
         directory = scheduler_side(llm).store.io_thread.ssd.rows.directory
-        self.path: Path = directory.path / f"{state_type.value}.slab"
-        self.fd: int = directory.files[directory.file_of(state_type)].fd
-        self._offset = tiers.ssd.slab_offset
+        self.path: Path = directory.path / "slots.slab"
+        self.fd: int = directory.files[0].fd
+        self._offset = tiers.ssd.offset
 
     def read(self, artifact: Artifact) -> bytes:
         with self.path.open("rb") as file:
@@ -136,8 +136,8 @@ def test_wrong_bytes_shorten_the_prefix(
     # The window is needed only where the request resumes: the tail's must be bad as well.
     end = BOUNDARY // CHUNK * CHUNK
     if state_type is StateType.WINDOW_SWA:
-        flip_one_bit(on_ssd, Slab(on_ssd, state_type), state_type, BOUNDARY)
-    spoil(on_ssd, Slab(on_ssd, state_type), state_type, end)
+        flip_one_bit(on_ssd, Slab(on_ssd), state_type, BOUNDARY)
+    spoil(on_ssd, Slab(on_ssd), state_type, end)
     with counted("checksum"):
         answer = generate(on_ssd, PROMPT, max_tokens=8)
     assert answer.num_cached_tokens == end - CHUNK
@@ -145,14 +145,15 @@ def test_wrong_bytes_shorten_the_prefix(
 
 
 def test_a_slab_cut_off_under_the_engine(on_ssd: Any, cold: Completion) -> None:
-    slab = Slab(on_ssd, StateType.DENSE_KV)
-    size = slab.path.stat().st_size
+    slab = Slab(on_ssd)
+    content = slab.path.read_bytes()
     os.truncate(slab.path, 0)
     try:
         with counted("io_error"):
             answer = generate(on_ssd, PROMPT, max_tokens=8)
     finally:
-        os.truncate(slab.path, size)
+        with slab.path.open("r+b") as file:
+            file.write(content)
     assert answer.num_cached_tokens == 0
     same(answer, cold)
 
@@ -162,7 +163,7 @@ def test_a_slab_that_cannot_be_written_is_only_read(
 ) -> None:
     """This must be the last test: after it the SSD tier is not written."""
     store = scheduler_side(on_ssd).store
-    slab = Slab(on_ssd, StateType.DENSE_KV)
+    slab = Slab(on_ssd)
     read_only = os.open(slab.path, os.O_RDONLY)
     kept = os.dup(slab.fd)
     os.dup2(read_only, slab.fd)

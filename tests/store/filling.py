@@ -45,6 +45,13 @@ def room_for(num_dense: int, num_windows: int) -> float:
     return 1 + zones * SLOTS[DENSE] / CHUNK_BYTES
 
 
+def ssd_bytes_for(chunks: float, slots: Mapping[StateType, int] = SLOTS) -> int:
+    """Return the `ssd_bytes` for a slab of so many chunks' worth: the rest is the journal's."""
+    smallest = min(slots.values())
+    slab = int(chunks * sum(slots.values()))
+    return math.ceil(slab * (smallest + 512) / smallest * 16 / 15) + 64
+
+
 def chain(name: str, count: int, parent: ChunkRange | None = None) -> list[ChunkRange]:
     """Return `count` full chunks after `parent`; their keys derive from `name`."""
     chunks = []
@@ -164,19 +171,29 @@ class CountedFiles(MemoryFiles):
 
 
 class Disk:
-    """Slabs in memory that outlive a store; each opening of a directory gets a `MemoryFiles`."""
+    """A slab in memory that outlives a store; each opening of a directory gets a `MemoryFiles`."""
 
     def __init__(self) -> None:
         self.written_bytes = 0
-        self.slabs: list[npt.NDArray[np.uint8]] = []
+        self.slab = np.zeros(0, np.uint8)
         self.files: CountedFiles
 
     def __call__(self, memory: npt.NDArray[np.uint8], directory: SsdDirectory) -> MemoryFiles:
-        if not self.slabs:
-            self.slabs = [np.zeros(f.size_bytes, np.uint8) for f in directory.files]
-        self.files = CountedFiles(memory, self.slabs)
+        if not len(self.slab):
+            self.slab = np.zeros(directory.geometry.size_bytes, np.uint8)
+        self.files = CountedFiles(memory, [self.slab])
         self.files.disk = self
         return self.files
+
+
+def slab_offset(store: ArtifactStore, artifact_id: ArtifactId) -> int:
+    """Return where the SSD copy of an artifact begins in the slab."""
+    tiers = store.catalog.tiers
+    artifact = tiers.index.find(artifact_id)
+    assert artifact is not None
+    assert artifact.ssd is not None
+    assert tiers.ssd is not None
+    return tiers.ssd.offset(artifact.ssd)
 
 
 class Bench:
@@ -199,7 +216,7 @@ class Bench:
     def open(
         self,
         dram_chunks: float = 8,
-        ssd_chunks: int = 16,
+        ssd_chunks: float = 16,
         prefetch_costs: PrefetchCosts = DEFAULT_COSTS,
         seconds_saved: SecondsSaved = default_seconds_saved,
         peers: PeerAccess | None = None,
@@ -208,7 +225,7 @@ class Bench:
         **config: object,
     ) -> ArtifactStore:
         self.recorder = Recorder()
-        ssd_bytes = (ssd_chunks * (CHUNK_BYTES + 1024)) * 16 // 15 if self.root else 0
+        ssd_bytes = ssd_bytes_for(ssd_chunks) if self.root else 0
         values: dict[str, object] = {"spill_delay_s": 0.0, **config}
         return ArtifactStore.open(
             SIZES,

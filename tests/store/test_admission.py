@@ -233,8 +233,7 @@ def test_every_attempt_of_a_failing_write_is_paid_for(
 
 def test_what_found_no_slot_costs_nothing(opened: list[Written], tmp_path: Path) -> None:
     w = written(opened, tmp_path, 8 * BUCKETS_A_DAY)
-    assert w.store.catalog.tiers.ssd is not None
-    with patch.object(w.store.catalog.tiers.ssd, "take", return_value=None):
+    with patch.object(w.store.catalog.tiers, "take_ssd", return_value=None):
         w.put(chain("a", 1))
     budget = w.store.catalog.writes.admission.budget
     assert budget is not None

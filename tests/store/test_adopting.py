@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -168,7 +170,7 @@ def test_a_record_that_does_not_fit_is_a_counted_miss(
     fails(survivor, wrong, cause)
 
 
-@pytest.mark.parametrize("what", ["journal", "slabs"])
+@pytest.mark.parametrize("what", ["journal", "slab"])
 def test_a_damaged_directory_is_a_counted_miss(
     left: Copies, survivor: Survivor, tmp_path: Path, what: str
 ) -> None:
@@ -323,16 +325,30 @@ def test_the_journal_is_not_read_as_a_whole(
     assert not survivor.adopt(left).failed
 
 
-def test_a_slab_that_is_missing_is_missed_alone(
+def test_a_slab_that_is_cut_off_misses_what_lay_there_alone(
     left: Copies, survivor: Survivor, tmp_path: Path
 ) -> None:
-    kind = next(iter(SIZES))
-    (model_directory(tmp_path / "dead", FINGERPRINT) / f"{kind.value}.slab").unlink()
+    folder = model_directory(tmp_path / "dead", FINGERPRINT)
+    found = journal.Journal.open_copy(folder / "journal.sqlite")
+    places = {row.id: found.meta.geometry.offset(row.state_type, row.slot) for row in found.load()}
+    found.close()
+    last = max(places, key=places.__getitem__)
+    os.truncate(folder / "slots.slab", places[last])
     restore = survivor.adopt(left)
-    assert set(restore.failed.values()) == {Failure.IO_ERROR}
-    assert {i.state_type for i in restore.failed} == {kind}
-    assert len(restore.offsets) == 3 * (len(SIZES) - 1)
+    assert restore.failed == {last: Failure.IO_ERROR}
+    assert len(restore.offsets) == 3 * len(SIZES) - 1
     restore.release()
+
+
+def test_a_directory_of_the_format_before_is_a_counted_miss(
+    left: Copies, survivor: Survivor, tmp_path: Path
+) -> None:
+    folder = model_directory(tmp_path / "dead", FINGERPRINT)
+    with sqlite3.connect(folder / "journal.sqlite") as connection:
+        connection.execute("UPDATE meta SET value = '1' WHERE key = 'format_version'")
+        connection.execute("DELETE FROM meta WHERE key = 'digest'")
+    connection.close()
+    fails(survivor, left, Failure.IO_ERROR)
 
 
 def test_a_restore_that_was_given_up_leaves_nothing_behind(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import os
 import resource
@@ -19,20 +20,22 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange
 from hetero_connector.errors import FormatError, StoreError
 from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.catalog.slot_geometry import SlotGeometry
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_connection import connect
 from hetero_connector.store.ssd.journal_format import (
     CorruptJournalError,
     JournalMeta,
     JournalRow,
-    SlabShape,
+    parse_meta,
 )
 from tests.store.filling import Bench, begin, chain, ids_of, intact, put, wait
 
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
-META = JournalMeta(
-    bytes(range(16)), {KV: SlabShape(100, 8192), SWA: SlabShape(100, 4096)}, {"model": "tiny"}, 5.0
-)
+SLOTS = {KV: 8192, SWA: 4096}
+CUT = SlotGeometry(1, SLOTS, 8192, 99 * 8192)
+"""A slot of each type, and 99 zones for one of dense state or two windows."""
+META = JournalMeta(bytes(range(16)), CUT, {"model": "tiny"}, 5.0)
 
 
 def row(n: int, state_type: StateType = KV, slot: int | None = None) -> JournalRow:
@@ -122,9 +125,12 @@ class JournalAgainstDict(RuleBasedStateMachine):
 
     @rule(slots=st.integers(1, 5))
     def resize(self, slots: int) -> None:
-        self.journal.resize({KV: slots, SWA: slots})
-        self.rows = {i: r for i, r in self.rows.items() if r.slot < slots}
-        self.journal.resize({KV: 100, SWA: 100})
+        small = replace(CUT, zones_bytes=(slots - 1) * 8192)
+        gone = [i for i, r in self.rows.items() if r.slot >= small.num_slots(r.state_type)]
+        assert self.journal.resize(small) == len(gone)
+        for i in gone:
+            del self.rows[i]
+        assert self.journal.resize(CUT) == 0
 
     @invariant()
     def same_rows(self) -> None:
@@ -146,11 +152,8 @@ def test_journal_matches_a_model(tmp_path: Path) -> None:
     ("meta", "says"),
     [
         (replace(META, fingerprint=bytes(16)), "another model"),
-        (
-            replace(META, slabs={KV: SlabShape(100, 4096), SWA: SlabShape(100, 4096)}),
-            "chunk_tokens",
-        ),
-        (replace(META, slabs={KV: SlabShape(100, 8192)}), "chunk_tokens"),
+        (replace(META, geometry=SlotGeometry(100, {KV: 4096, SWA: 4096})), "chunk_tokens"),
+        (replace(META, geometry=SlotGeometry(100, {KV: 8192})), "chunk_tokens"),
     ],
 )
 def test_a_journal_of_something_else_is_refused_and_kept(
@@ -164,11 +167,39 @@ def test_a_journal_of_something_else_is_refused_and_kept(
 
 
 def test_another_format_version_is_refused_with_what_to_do(journal: Journal, path: Path) -> None:
-    journal._connection.execute("UPDATE meta SET value='0' WHERE key='format_version'")
+    journal._connection.execute("UPDATE meta SET value='1' WHERE key='format_version'")
     journal._connection.execute("DELETE FROM meta WHERE key='digest'")
     journal.close()
-    with pytest.raises(FormatError, match=r"version 0.*delete this directory"):
+    with pytest.raises(FormatError, match=r"version 1.*delete this directory"):
         Journal.open(path, META)
+
+
+@pytest.mark.parametrize(
+    "slabs",
+    [
+        [],
+        {"slot_bytes": 5},
+        {"count": 0},
+        {"count": 1e999},
+        {"count": 1 << 50},
+        {"slot_bytes": {}},
+        {"slot_bytes": {"dense_kv": 0, "window_swa": 4096}},
+        {"slot_bytes": {"dense_kv": 8192, "window_swa": 4097}},
+        {"slot_bytes": {"later": 8192, "window_swa": 4096}},
+        {"zone_bytes": 0},
+        {"zone_bytes": 4096},
+        {"zones_bytes": -8192},
+        {"zones_bytes": "many"},
+    ],
+)
+def test_an_impossible_cut_is_damage(path: Path, slabs: object) -> None:
+    table = META.as_table()
+    assert parse_meta(path, table) == META
+    del table["digest"]
+    whole = json.loads(table["slabs"])
+    table["slabs"] = json.dumps(whole | slabs if isinstance(slabs, dict) else slabs)
+    with pytest.raises(CorruptJournalError, match="meta table cannot be read"):
+        parse_meta(path, table)
 
 
 def spoil_header(path: Path) -> None:

@@ -96,11 +96,17 @@ def test_a_flipped_bit_stops_no_start_and_changes_no_byte(root: Path, seed: int)
 DEEP = "[" * 100_000
 DAMAGE = {
     "slabs are a list": "UPDATE meta SET value = '[]' WHERE key = 'slabs'",
-    "a slab is a number": """UPDATE meta SET value = '{"dense_kv": 5}' WHERE key = 'slabs'""",
-    "no slots": """UPDATE meta SET value = '{"dense_kv": [0, 12288], "window_swa": [0, 4096]}'
+    "the slots are a number": "UPDATE meta SET value = '{\"slot_bytes\": 5}' WHERE key = 'slabs'",
+    "no slots": """UPDATE meta SET value = replace(value, '"count": 1', '"count": 0')
         WHERE key = 'slabs'""",
-    "infinite slots": """UPDATE meta SET value = '{"dense_kv": [1e999, 12288]}'
+    "infinite slots": """UPDATE meta SET value = replace(value, '"count": 1', '"count": 1e999')
         WHERE key = 'slabs'""",
+    "slots beyond all files": """UPDATE meta SET value = replace(value, '"count": 1', '"count": 1'
+        || '000000000000000') WHERE key = 'slabs'""",
+    "a zone for no slot": """UPDATE meta SET value = replace(value, '"zone_bytes": ',
+        '"zone_bytes": 4096, "was": ') WHERE key = 'slabs'""",
+    "zones of no size": """UPDATE meta SET value = replace(value, '"zone_bytes": ',
+        '"zone_bytes": 0, "was": ') WHERE key = 'slabs'""",
     "a slot of other bytes": """UPDATE meta SET value = replace(value, '12288', '12296')
         WHERE key = 'slabs'""",
     "another fingerprint": """UPDATE meta SET value = '6' || substr(value, 2, 29) || '67'

@@ -29,6 +29,7 @@ from tests.store.filling import (
     intact,
     put,
     room_for,
+    slab_offset,
     until,
     wait,
 )
@@ -455,12 +456,7 @@ def test_a_read_error_is_a_counted_end_of_the_prefetch(stage: Stage) -> None:
 def test_a_corrupt_slot_is_found_before_the_session_is_back(stage: Stage) -> None:
     stage.on_ssd_only(A)
     stage.expect(A, 0.0, 10.0)
-    spoiled = stage.store.catalog.tiers.index.find(ArtifactId(A[2].key, DENSE))
-    assert spoiled is not None
-    assert spoiled.ssd is not None
-    assert stage.store.catalog.tiers.ssd is not None
-    at = stage.store.catalog.tiers.ssd.slab_offset(spoiled.ssd)
-    stage.disk.slabs[list(SIZES).index(DENSE)][at] ^= 1
+    stage.disk.slab[slab_offset(stage.store, ArtifactId(A[2].key, DENSE))] ^= 1
     stage.rounds()
     assert stage.outcomes() == {"failed": 1}
     assert stage.counts()["heterocache_failures{cause=checksum,tier=ssd}"] == 1

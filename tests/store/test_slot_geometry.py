@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -87,10 +88,33 @@ def test_what_is_stored_together_is_a_bundle() -> None:
     assert bundles_of([WINDOW]) == ((WINDOW,),)
 
 
-def test_one_bundle_has_equally_many_slots_of_each_type_and_no_zones() -> None:
+def test_one_bundle_has_equally_many_slots_of_each_type() -> None:
     geometry = SlotGeometry.by_use({DENSE: 8192, MLA: 4096}, 5 * 12288 + 8192)
-    assert geometry == SlotGeometry(5, {DENSE: 8192, MLA: 4096})
+    assert (geometry.num_slots(DENSE), geometry.num_slots(MLA)) == (5, 5)
     assert geometry.num_chunks == 5
+
+
+@given(geometry=geometries(), offset=st.integers(0, 3_000_000))
+def test_the_slots_in_the_first_bytes_are_the_first_slots(
+    geometry: SlotGeometry, offset: int
+) -> None:
+    for kind in geometry.stride_bytes:
+        ends = [end for _, end in spans(geometry, kind)]
+        assert geometry.num_slots_in(kind, offset) == sum(end <= offset for end in ends)
+        assert all(end > offset for end in ends[geometry.num_slots_in(kind, offset) :])
+
+
+@given(geometry=geometries(), others=st.integers(0, 40))
+def test_tiers_of_equal_zones_have_their_common_slots_at_the_same_places(
+    geometry: SlotGeometry, others: int
+) -> None:
+    other = replace(geometry, zones_bytes=others * geometry.zone_bytes // 2 // 4096 * 4096)
+    common = geometry.common_bytes(other)
+    assert common == other.common_bytes(geometry) <= min(geometry.size_bytes, other.size_bytes)
+    for kind in geometry.stride_bytes:
+        slots = geometry.num_slots_in(kind, common)
+        assert slots == other.num_slots_in(kind, common)
+        assert spans(geometry, kind)[:slots] == spans(other, kind)[:slots]
 
 
 def test_less_than_a_chunk_is_no_geometry() -> None:

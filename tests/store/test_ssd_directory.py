@@ -6,6 +6,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.artifacts.record import (
+    ROOT,
+    ArtifactId,
+    ChunkKey,
+    ChunkRange,
+    SlotRef,
+    Tier,
+)
 from hetero_connector.errors import (
     ConfigError,
     FormatError,
@@ -24,13 +33,18 @@ from hetero_connector.errors import (
     StoreInUseError,
     TransferError,
 )
+from hetero_connector.spec.presets import PRESETS
 from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.catalog import slot_geometry
+from hetero_connector.store.catalog.slot_geometry import SlotGeometry
+from hetero_connector.store.catalog.slots import SlotPool
 from hetero_connector.store.ssd import directory as ssd_directory
 from hetero_connector.store.ssd import space as ssd_space
-from hetero_connector.store.ssd.directory import SsdDirectory, slots_that_fit
+from hetero_connector.store.ssd.directory import SsdDirectory, ssd_geometry
 from hetero_connector.store.ssd.directory_lock import DirectoryLock, is_locked
 from hetero_connector.store.ssd.journal_format import JournalRow
 from hetero_connector.store.ssd.space import make_room
+from hetero_connector.units import GIB
 
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
 SLOTS = {KV: 64 << 10, SWA: 8 << 10}
@@ -43,7 +57,7 @@ def open_at(root: Path, fingerprint: bytes = MODEL, ssd_bytes: int = 4 * MIB) ->
 
 
 def row(n: int, state_type: StateType, slot: int) -> JournalRow:
-    chunk = ChunkRange(ChunkKey(bytes([n]) * 16), ROOT, 0, 256)
+    chunk = ChunkRange(ChunkKey(n.to_bytes(16, "little")), ROOT, 0, 256)
     return JournalRow(chunk, state_type, slot, 1, 4096, bytes(16), 1.0)
 
 
@@ -65,58 +79,88 @@ def test_a_new_directory_is_laid_out_preallocated_and_within_its_budget(
     assert {p.name for p in directory.path.iterdir()} >= {
         "lock",
         "journal.sqlite",
-        "dense_kv.slab",
-        "window_swa.slab",
+        "slots.slab",
     }
-    slots = directory.slots_per_type
-    for state_type, size in SLOTS.items():
-        file = directory.files[directory.file_of(state_type)]
-        stat = os.fstat(file.fd)
-        assert stat.st_size == file.size_bytes == slots * size
-        assert stat.st_blocks * 512 >= stat.st_size
-        flags = fcntl.fcntl(file.fd, fcntl.F_GETFL)
-        assert bool(flags & os.O_DIRECT) == directory.direct
+    (file,) = directory.files
+    stat = os.fstat(file.fd)
+    assert stat.st_size == file.size_bytes == directory.geometry.size_bytes
+    assert stat.st_blocks * 512 >= stat.st_size
+    flags = fcntl.fcntl(file.fd, fcntl.F_GETFL)
+    assert bool(flags & os.O_DIRECT) == directory.direct
     assert disk_bytes(tmp_path) <= 4 * MIB
-    assert (slots + 8) * sum(SLOTS.values()) > 4 * MIB * 15 // 16
+    assert file.size_bytes > 4 * MIB * 13 // 16
     assert directory.warnings == []
 
 
-@given(
-    st.dictionaries(
-        st.sampled_from(StateType), st.integers(1, 900).map(lambda n: n * 4096), min_size=1
-    ),
-    st.integers(0, 1 << 40),
+SIZES = st.dictionaries(
+    st.sampled_from(StateType), st.integers(1, 900).map(lambda n: n * 4096), min_size=1
 )
-def test_slots_fit_or_the_key_is_named(slot_bytes: Mapping[StateType, int], room: int) -> None:
+
+
+@given(slot_bytes=SIZES, room=st.integers(0, 1 << 40))
+def test_slots_and_their_rows_fit_or_the_key_is_named(
+    slot_bytes: Mapping[StateType, int], room: int
+) -> None:
     one_of_each = sum(slot_bytes.values())
     if room < one_of_each:
         with pytest.raises(ConfigError, match="ssd_gib"):
-            slots_that_fit(slot_bytes, room)
-    elif room >= one_of_each * 1.2 + 512 * len(slot_bytes):
-        slots = slots_that_fit(slot_bytes, room)
-        assert 1 <= slots <= room // one_of_each
-        assert slots >= room // (one_of_each * 1.2 + 512 * len(slot_bytes))
+            ssd_geometry(slot_bytes, room)
+    elif room >= one_of_each * 1.25:
+        geometry = ssd_geometry(slot_bytes, room)
+        most_rows = max(sum(geometry.num_slots(t) for t in bundle) for bundle in geometry.bundles)
+        assert geometry.size_bytes + 512 * most_rows <= room * 16 // 15
+        zone = max(geometry.zone_bytes, one_of_each)
+        assert geometry.size_bytes >= room / 1.25 - one_of_each - zone
 
 
-@pytest.mark.parametrize("sizes", [{}, {KV: 0}, {KV: 4097}])
-def test_slot_sizes_must_be_aligned(sizes: Mapping[StateType, int]) -> None:
-    with pytest.raises(ValueError, match="multiples"):
-        slots_that_fit(sizes, MIB)
+def test_the_size_that_is_named_is_enough() -> None:
+    with pytest.raises(ConfigError, match="ssd_gib") as refused:
+        ssd_geometry(SLOTS, MIB // 32)
+    (least,) = re.findall(r"at least ([0-9.e-]+)", str(refused.value))
+    assert ssd_geometry(SLOTS, int(float(least) * 1.001 * (1 << 30))).count == 1
+
+
+MODELS: Mapping[str, tuple[dict[str, object], int, int]] = {
+    "gemma-3-27b": ({}, 38_400, 800_000),
+    "deepseek-v4-flash": ({"kv_dtype": "fp8_ds_mla"}, 3_471_872, 17_000_000),
+    "gpt-oss-120b": ({}, 1_242_624, 1_850_000),
+    "qwen3-next-80b-a3b": ({}, 706_656, 2_700_000),
+    "llama-3.1-70b": ({"tp_size": 8}, 209_664, 209_000),
+}
+"""The arguments of each preset; the tokens of 64 GiB in slots of equal counts, and by use."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_64_gib_hold_a_long_prompt_with_one_checkpoint(name: str) -> None:
+    arguments, equally, by_use = MODELS[name]
+    model = PRESETS[name](**arguments)  # type: ignore[operator]
+    layout = ArtifactLayout(model, model.default_chunk_tokens())
+    equal = SlotGeometry.fit(layout.max_bytes, 64 * GIB)
+    assert equal.count * layout.chunk_tokens == pytest.approx(equally, abs=layout.chunk_tokens)
+    pool = SlotPool(Tier.SSD, ssd_geometry(layout.max_bytes, 64 * GIB))
+    after: dict[StateType, SlotRef] = {}
+    for chunk in range(by_use // layout.chunk_tokens):
+        for kind in model.prefix_types:
+            ref = pool.take(kind, after.get(kind))
+            assert ref is not None, chunk
+            after[kind] = ref
+    assert all(pool.take(kind) for kind in model.boundary_types)
 
 
 def test_bytes_and_rows_survive_reopening(directory: SsdDirectory, tmp_path: Path) -> None:
     block = np.frombuffer(bytearray(os.urandom(8192)), np.uint8)
-    with open(directory.path / "window_swa.slab", "r+b") as f:
-        f.seek(5 * SLOTS[SWA])
+    at = directory.geometry.offset(SWA, 5)
+    with open(directory.path / "slots.slab", "r+b") as f:
+        f.seek(at)
         f.write(block.tobytes())
     directory.sync()
     directory.journal.record([row(1, SWA, 5)])
     directory.close()
     again = open_at(tmp_path)
     assert list(again.journal.load()) == [row(1, SWA, 5)]
-    fd = again.files[again.file_of(SWA)].fd
-    assert os.path.samefile(f"/proc/self/fd/{fd}", directory.path / "window_swa.slab")
-    assert (directory.path / "window_swa.slab").read_bytes()[40960:49152] == block.tobytes()
+    fd = again.files[0].fd
+    assert os.path.samefile(f"/proc/self/fd/{fd}", directory.path / "slots.slab")
+    assert (directory.path / "slots.slab").read_bytes()[at : at + 8192] == block.tobytes()
     again.close()
 
 
@@ -155,7 +199,7 @@ def test_the_second_engine_is_told_who_has_it_until_that_one_is_killed(
 def test_another_models_live_directory_is_never_removed(other_engine, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"ssd_gib.*in use by process {other_engine.pid}"):
         open_at(tmp_path, OTHER)
-    assert (tmp_path / ("aa" * 8) / "dense_kv.slab").exists()
+    assert (tmp_path / ("aa" * 8) / "slots.slab").exists()
     assert not list((tmp_path / ("bb" * 8)).glob("*.slab"))
 
 
@@ -211,7 +255,7 @@ def test_a_directory_that_is_not_ours_is_never_removed(tmp_path: Path) -> None:
     assert (root / "0123456789abcdef").is_symlink()
 
 
-@pytest.mark.parametrize("name", ["journal.sqlite", "dense_kv.slab", "generation", "lock"])
+@pytest.mark.parametrize("name", ["journal.sqlite", "slots.slab", "generation", "lock"])
 @pytest.mark.parametrize("replace", [Path.mkdir, os.mkfifo], ids=["directory", "pipe"])
 def test_what_is_no_file_in_a_files_place_is_named(tmp_path: Path, name: str, replace) -> None:
     open_at(tmp_path).close()
@@ -240,7 +284,7 @@ def test_a_full_disk_speaks_of_mebibytes_below_a_gibibyte(
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
-def test_a_full_disk_at_start_names_the_key_and_leaves_no_slabs(
+def test_a_full_disk_at_start_names_the_key_and_leaves_no_slab(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match=r"ssd_gib.*GiB are free") as caught:
@@ -248,12 +292,11 @@ def test_a_full_disk_at_start_names_the_key_and_leaves_no_slabs(
     assert caught.value.key == "ssd_gib"
     fallocate = os.posix_fallocate
 
-    def second_one_fails(fd: int, offset: int, size: int) -> None:
-        if os.readlink(f"/proc/self/fd/{fd}").endswith("window_swa.slab"):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fallocate(fd, offset, size)
+    def breaks_off(fd: int, offset: int, size: int) -> None:
+        fallocate(fd, offset, size // 2)
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", second_one_fails)
+    monkeypatch.setattr(os, "posix_fallocate", breaks_off)
     with pytest.raises(ConfigError, match=r"ssd_gib.*GiB are free"):
         open_at(tmp_path)
     assert not list(tmp_path.rglob("*.slab"))
@@ -336,37 +379,88 @@ def test_without_o_direct_it_works_buffered_and_says_so(
 def test_a_short_or_missing_slab_loses_only_its_rows(tmp_path: Path) -> None:
     directory = open_at(tmp_path)
     rows = [row(n, t, n) for t in (KV, SWA) for n in range(8)]
+    cut = directory.geometry
+    places = {r.id: cut.offset(r.state_type, r.slot) + SLOTS[r.state_type] for r in rows}
     directory.journal.record(rows)
     directory.close()
-    os.truncate(directory.path / "dense_kv.slab", 3 * SLOTS[KV] + 100)
+    size = places[rows[4].id] + 100
+    os.truncate(directory.path / "slots.slab", size)
     again = open_at(tmp_path)
-    assert {r.id for r in again.journal.load()} == {
-        r.id for r in rows if r.state_type is SWA or r.slot < 3
-    }
-    assert any("5 artifacts lost" in w for w in again.warnings)
-    assert os.path.getsize(again.path / "dense_kv.slab") == again.slots_per_type * SLOTS[KV]
+    kept = {r.id for r in again.journal.load()}
+    assert kept == {i for i, end in places.items() if end <= size}
+    assert any(f"{16 - len(kept)} artifacts lost" in w for w in again.warnings)
+    assert os.path.getsize(again.path / "slots.slab") == cut.size_bytes
     again.close()
-    (directory.path / "window_swa.slab").unlink()
+    (directory.path / "slots.slab").unlink()
     again = open_at(tmp_path)
-    assert [r.state_type for r in again.journal.load()] == [KV] * 3
+    assert again.journal.count() == 0
     again.close()
 
 
-def test_another_capacity_keeps_what_still_fits(tmp_path: Path) -> None:
-    directory = open_at(tmp_path)
-    small, large = directory.slots_per_type // 2, directory.slots_per_type
-    directory.journal.record([row(1, KV, 0), row(2, KV, large - 1), row(3, SWA, large - 1)])
+@pytest.mark.parametrize("types", [(KV, SWA), (KV, StateType.MLA_LATENT)], ids=["two", "one"])
+def test_another_capacity_keeps_what_still_lies_where_it_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: tuple[StateType, StateType]
+) -> None:
+    """Of two bundles, and of one of two types."""
+    monkeypatch.setattr(slot_geometry, "_ZONE_BYTES", 64 << 10)
+    slots = dict(zip(types, SLOTS.values(), strict=True))
+
+    def opened(ssd_bytes: int) -> SsdDirectory:
+        return SsdDirectory.open(tmp_path, MODEL, slots, ssd_bytes)
+
+    def places(directory: SsdDirectory) -> dict[ArtifactId, int]:
+        cut = directory.geometry
+        return {r.id: cut.offset(r.state_type, r.slot) for r in directory.journal.load()}
+
+    directory = opened(8 * MIB)
+    zones = directory.geometry.num_zones
+    used = [  # as a pool hands them out: no zone has slots of two bundles
+        (kind, slot)
+        for kind in types
+        for slot in range(directory.geometry.num_slots(kind))
+        if directory.geometry.zone_of(kind, slot) % 2 == directory.geometry.bundle_of[kind]
+    ]
+    directory.journal.record(row(n, *place) for n, place in enumerate(used))
+    before = places(directory)
     directory.close()
-    lower = open_at(tmp_path, ssd_bytes=2 * MIB)
-    assert lower.slots_per_type <= small
-    assert list(lower.journal.load()) == [row(1, KV, 0)]
-    assert os.path.getsize(lower.path / "dense_kv.slab") == lower.slots_per_type * SLOTS[KV]
+    lower = opened(4 * MIB)
+    assert lower.geometry.num_zones < zones
+    whole = lower.geometry.count * lower.geometry.chunk_bytes
+    whole += lower.geometry.zones_bytes // lower.geometry.zone_bytes * lower.geometry.zone_bytes
+    ends = {r: at + slots[r.state_type] for r, at in before.items()}
+    assert places(lower) == {r: at for r, at in before.items() if ends[r] <= whole}
+    assert len(places(lower)) > 10
+    assert any("another size" in w for w in lower.warnings)
+    assert os.path.getsize(lower.path / "slots.slab") == lower.geometry.size_bytes
+    kept = places(lower)
     lower.close()
-    higher = open_at(tmp_path, ssd_bytes=8 * MIB)
-    assert higher.slots_per_type > large
-    assert list(higher.journal.load()) == [row(1, KV, 0)]
-    assert os.path.getsize(higher.path / "dense_kv.slab") == higher.slots_per_type * SLOTS[KV]
+    higher = opened(16 * MIB)
+    assert higher.geometry.num_zones > zones
+    assert places(higher) == kept
+    assert higher.warnings == []
+    assert os.path.getsize(higher.path / "slots.slab") == higher.geometry.size_bytes
     higher.close()
+
+
+def test_another_cut_of_the_zones_forgets_everything(tmp_path: Path) -> None:
+    """A tier of less than 2 GiB has smaller zones."""
+    directory = open_at(tmp_path, ssd_bytes=4 * MIB)
+    directory.journal.record([row(1, KV, 0), row(2, SWA, 9)])
+    directory.close()
+    larger = open_at(tmp_path, ssd_bytes=64 * MIB)
+    assert larger.geometry.zone_bytes != directory.geometry.zone_bytes
+    assert larger.journal.count() == 0
+    assert ["2 artifacts lost" in w for w in larger.warnings] == [True]
+    larger.close()
+
+
+def test_what_a_former_release_left_of_another_model_makes_room(tmp_path: Path) -> None:
+    former = ssd_space.model_directory(tmp_path, OTHER)
+    former.mkdir()
+    (former / "dense_kv.slab").write_bytes(bytes(3 * MIB))
+    DirectoryLock.acquire(former / "lock").release()
+    open_at(tmp_path).close()
+    assert not former.exists()
 
 
 def test_another_slot_size_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
@@ -405,7 +499,7 @@ def test_a_failed_sync_is_a_transfer_error(directory: SsdDirectory) -> None:
         for end in (read_end, write_end):
             stack.callback(os.close, end)
         os.dup2(read_end, directory.files[0].fd)  # a pipe cannot be synced
-        with pytest.raises(TransferError, match="dense_kv"):
+        with pytest.raises(TransferError, match=r"slots\.slab"):
             directory.sync()
 
 
@@ -451,7 +545,7 @@ def test_only_this_user_can_open_what_is_made(tmp_path: Path) -> None:
     directory.journal.record([row(1, SWA, 5)])
     assert (tmp_path / "ssd").stat().st_mode & 0o777 == 0o700
     found = modes(tmp_path / "ssd")
-    assert len(found) >= 8, "the journal's WAL and shared memory are there, too"
+    assert len(found) >= 7, "the journal's WAL is there, too"
     assert set(found.values()) == {0o600, 0o700}
     assert directory.warnings == []
     directory.close()
@@ -481,7 +575,7 @@ def test_what_others_could_open_is_closed_to_them_and_said_once(tmp_path: Path) 
     again.close()
 
 
-@pytest.mark.parametrize("name", ["dense_kv.slab", "journal.sqlite", "journal.sqlite-wal", "lock"])
+@pytest.mark.parametrize("name", ["slots.slab", "journal.sqlite", "journal.sqlite-wal", "lock"])
 def test_a_symbolic_link_in_place_of_a_file_is_refused(tmp_path: Path, name: str) -> None:
     open_at(tmp_path).close()
     victim = tmp_path / "victim"

@@ -18,7 +18,7 @@ CHAINS = 40
 CHILD = """
 import sys
 from pathlib import Path
-from tests.store.filling import Bench, chain, ids_of, put
+from tests.store.filling import DENSE, SIZES, Bench, chain, ids_of, put
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 theirs, network = int(sys.argv[3]), MemoryNetwork()
@@ -30,9 +30,10 @@ print("open", flush=True)
 i = int(sys.argv[2])
 while True:  # more than fits: slots are evicted and written again, too
     chunks = chain(f"c{i % 40}-{sys.argv[2]}", 3)
+    mixes = [SIZES, {DENSE: SIZES[DENSE]}]  # zones go from one type to the other, and back
     if theirs:
         store.sharing.serve_under(9)  # nothing is written before it is known whose it is
-    put(store, chunks)
+    put(store, chunks, mixes[i // 8 % 2])
     if theirs:
         ours = dict.fromkeys(ids_of(chunks[theirs:]), 1)
         store.sharing.resolve_claims(ours, ids_of(chunks[:theirs]))

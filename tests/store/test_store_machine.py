@@ -4,11 +4,12 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
+import numpy.typing as npt
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -22,9 +23,13 @@ from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn, Pre
 from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.store.ssd import journal_rows
+from hetero_connector.store.ssd.directory import SsdDirectory
+from hetero_connector.transfer.base import Direction, Extent
 from tests.store.filling import (
     CHUNK_BYTES,
+    DENSE,
     SIZES,
+    WINDOW,
     Bench,
     Beside,
     Disk,
@@ -35,12 +40,35 @@ from tests.store.filling import (
     ids_of,
     until,
 )
+from tests.transfer.memory_files import MemoryFiles, MemoryTransfer
 
 DEPTH = 4
 TRUNKS = {name: chain(name, DEPTH) for name in "abc"}
 # A branch: `b2` shares its first two chunks with `b`.
 TRUNKS["b2"] = [*TRUNKS["b"][:2], *chain("b2", DEPTH - 2, TRUNKS["b"][1])]
 chains = st.sampled_from(sorted(TRUNKS))
+
+
+class CarefulDisk(Disk):
+    """Check that nothing is written where the journal still lists something else."""
+
+    def __call__(self, memory: npt.NDArray[np.uint8], directory: SsdDirectory) -> MemoryFiles:
+        files = super().__call__(memory, directory)
+        submit = files.submit
+
+        def checked(direction: Direction, extents: Sequence[Extent]) -> MemoryTransfer:
+            cut = directory.geometry
+            rows = directory.journal.load() if direction is Direction.WRITE else ()
+            for row in rows:
+                start = cut.offset(row.state_type, row.slot)
+                end = start + cut.stride_bytes[row.state_type]
+                for extent in extents:
+                    over = extent.file_offset + extent.size
+                    assert over <= start or end <= extent.file_offset, f"{row} is overwritten"
+            return submit(direction, extents)
+
+        files.submit = checked  # type: ignore[method-assign]
+        return files
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -59,7 +87,7 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.root = Path(tempfile.mkdtemp())
-        self.disk = Disk()
+        self.disk = CarefulDisk()
         self.beside = Beside()
         self.patched = patch.object(journal_rows, "in_background", self.beside)
         self.patched.start()
@@ -239,11 +267,12 @@ class StoreMachine(RuleBasedStateMachine):
         }
 
     def comes_back(self, artifact_id: ArtifactId, durable: set[ArtifactId]) -> bool:
-        """Whether a restart must find it, of what was durable: all above it is."""
+        """Whether a restart must find it, of what was durable: its chunk and all above it are."""
         for trunk in TRUNKS.values():
             for depth, chunk in enumerate(trunk):
                 if chunk.key == artifact_id.chunk:
-                    return all(durable & set(ids_of([c])) for c in trunk[:depth])
+                    has_chunk = not durable.isdisjoint(ids_of([chunk], [DENSE]))
+                    return has_chunk and all(durable & set(ids_of([c])) for c in trunk[:depth])
         raise AssertionError
 
     @invariant()
@@ -312,6 +341,32 @@ class DramValueMachine(DramMachine):
     eviction = "value"
 
 
+class MixMachine(StoreMachine):
+    """Chains without checkpoints and single checkpoints: zones change hands in both tiers."""
+
+    @rule(name=chains, count=st.integers(1, DEPTH))
+    def save_prefix(self, name: str, count: int) -> None:
+        """Extend a chain without checkpoints."""
+        for chunk in TRUNKS[name][len(self.store.match(TRUNKS[name])) :][:count]:
+            if not self.store.missing(chunk, [DENSE]):
+                return
+            save = self.store.begin_save(chunk, {DENSE: SIZES[DENSE]})
+            if save is None:
+                return
+            self.saves.append(save)
+            self.complete(len(self.saves) - 1)
+
+    @rule(name=chains, depth=st.integers(0, DEPTH - 1))
+    def save_checkpoint(self, name: str, depth: int) -> None:
+        """Add a checkpoint to a chunk that has none."""
+        found = self.store.match(TRUNKS[name])
+        if depth < len(found) and self.store.missing(found[depth].chunk, [WINDOW]):
+            save = self.store.begin_save(found[depth].chunk, {WINDOW: SIZES[WINDOW]})
+            if save is not None:
+                self.saves.append(save)
+                self.complete(len(self.saves) - 1)
+
+
 class BudgetMachine(StoreMachine):
     """A bucket of two chunks, which hardly fills while a test runs."""
 
@@ -345,6 +400,7 @@ for machine, examples in (
     (ValueMachine, 15),
     (DramValueMachine, 15),
     (BudgetMachine, 25),
+    (MixMachine, 40),
 ):
     machine.TestCase.settings = settings(
         max_examples=examples, stateful_step_count=40, deadline=None
@@ -356,3 +412,4 @@ TestLruMachine = LruMachine.TestCase
 TestValueMachine = ValueMachine.TestCase
 TestDramValueMachine = DramValueMachine.TestCase
 TestBudgetMachine = BudgetMachine.TestCase
+TestMixMachine = MixMachine.TestCase

@@ -43,6 +43,7 @@ from tests.store.filling import (
     CHUNK_BYTES,
     FINGERPRINT,
     SIZES,
+    WINDOW,
     Bench,
     Clock,
     Disk,
@@ -53,6 +54,7 @@ from tests.store.filling import (
     ids_of,
     intact,
     put,
+    slab_offset,
     until,
 )
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
@@ -91,7 +93,7 @@ def test_a_restore_is_done_only_when_its_outcome_can_be_read(
     put(store, CHUNKS[:1])
     rounds(store)
     store.leave_to_ssd()
-    disk.slabs[1][100] ^= is_spoiled
+    disk.slab[slab_offset(store, ArtifactId(CHUNKS[0].key, WINDOW)) + 100] ^= is_spoiled
     begun = begin(store, ids_of(CHUNKS[:1]))
     outcomes: list[int] = []
 

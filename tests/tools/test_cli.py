@@ -29,7 +29,7 @@ from hetero_connector.errors import StoreError
 from hetero_connector.planner.compute_model import ComputeCoefficients
 from hetero_connector.planner.profile import CopyEngines, CostProfile, ProfileSubject
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.ssd.directory import SsdDirectory
+from hetero_connector.store.ssd.directory import SsdDirectory, ssd_geometry
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_format import JournalRow
 from hetero_connector.tools import cli, doctor
@@ -50,9 +50,8 @@ def put(
     directory: SsdDirectory, n: int, parent: ChunkKey, state_type: StateType, slot: int
 ) -> None:
     data = np.random.default_rng(n).integers(0, 256, USEFUL[state_type], dtype=np.uint8)
-    path = directory.path / f"{state_type.value}.slab"
-    with path.open("r+b") as slab:
-        slab.seek(slot * SLOTS[state_type])
+    with (directory.path / "slots.slab").open("r+b") as slab:
+        slab.seek(directory.geometry.offset(state_type, slot))
         slab.write(data.tobytes())
     digest = checksum(data, ArtifactId(key(n), state_type).seed)
     chunk = ChunkRange(key(n), parent, (n - 1) * 256, n * 256)
@@ -68,7 +67,7 @@ def store(tmp_path: Path) -> Path:
     for n, parent in ((1, ROOT), (2, key(1)), (3, key(2)), (4, key(1))):
         put(directory, n, parent, KV, slot=10 - n)
     put(directory, 3, key(2), SWA, slot=0)
-    put(directory, 4, key(1), SWA, slot=5)
+    put(directory, 4, key(1), SWA, slot=3)
     directory.close()
     return root
 
@@ -243,8 +242,12 @@ def test_verify_after_kill_9_sees_what_was_committed(store: Path, model: Path, r
     assert (model / "journal.sqlite").read_bytes() == journal
 
 
-def flip(model: Path, state_type: StateType, offset: int, mask: int = 0x01) -> None:
-    with (model / f"{state_type.value}.slab").open("r+b") as slab:
+def place(state_type: StateType, slot: int) -> int:
+    return ssd_geometry(SLOTS, 4 << 20).offset(state_type, slot)
+
+
+def flip(model: Path, offset: int, mask: int = 0x01) -> None:
+    with (model / "slots.slab").open("r+b") as slab:
         slab.seek(offset)
         byte = slab.read(1)[0]
         slab.seek(offset)
@@ -255,7 +258,7 @@ def flip(model: Path, state_type: StateType, offset: int, mask: int = 0x01) -> N
 def test_verify_names_a_flipped_bit_and_repair_removes_its_artifact(
     store: Path, model: Path, run: Run, at: int
 ) -> None:
-    flip(model, KV, 8 * SLOTS[KV] + at)  # slot 8 holds chunk 2
+    flip(model, place(KV, 8) + at)  # slot 8 holds chunk 2
     before = snapshot(store)
     code, out, _ = run("verify", store, "--json")
     assert code == 1
@@ -275,15 +278,15 @@ def test_verify_names_a_flipped_bit_and_repair_removes_its_artifact(
 
 
 def test_bytes_beyond_the_useful_ones_do_not_matter(store: Path, model: Path, run: Run) -> None:
-    flip(model, KV, 8 * SLOTS[KV] + USEFUL[KV])
+    flip(model, place(KV, 8) + USEFUL[KV])
     assert run("verify", store)[0] == 0
 
 
 def test_verify_finds_intact_bytes_of_another_artifact(store: Path, model: Path, run: Run) -> None:
-    path = model / "dense_kv.slab"
+    path = model / "slots.slab"
     data = bytearray(path.read_bytes())
-    size = SLOTS[KV]
-    data[7 * size : 8 * size] = data[8 * size : 9 * size]
+    one, other, size = place(KV, 7), place(KV, 8), SLOTS[KV]
+    data[one : one + size] = data[other : other + size]
     path.write_bytes(data)
     code, out, _ = run("verify", store)
     assert code == 1
@@ -291,25 +294,30 @@ def test_verify_finds_intact_bytes_of_another_artifact(store: Path, model: Path,
     assert key(3).hex() in out
 
 
-def test_verify_of_truncated_and_missing_slabs(store: Path, model: Path, run: Run) -> None:
-    os.truncate(model / "dense_kv.slab", 8 * SLOTS[KV] + 4096)
-    (model / "window_swa.slab").unlink()
+def test_verify_of_a_truncated_slab(store: Path, model: Path, run: Run) -> None:
+    os.truncate(model / "slots.slab", place(KV, 8) + 4096)
     code, out, _ = run("verify", store)
     assert code == 1
-    assert out.count("BAD dense_kv") == 2
+    assert out.count("BAD") == out.count("BAD dense_kv") == 2
     assert "too short" in out
-    assert out.count("BAD window_swa") == 2
-    assert "cannot be opened" in out
     assert run("verify", store, "--repair")[0] == 1
     code, out, _ = run("verify", store)
     assert code == 0
-    assert "2 artifacts" in out
+    assert "4 artifacts" in out
+
+
+def test_verify_of_a_missing_slab(store: Path, model: Path, run: Run) -> None:
+    (model / "slots.slab").unlink()
+    code, out, _ = run("verify", store)
+    assert code == 1
+    assert out.count("BAD") == 6
+    assert "cannot be opened" in out
 
 
 def test_verify_finds_and_removes_malformed_rows(store: Path, model: Path, run: Run) -> None:
     journal = Journal.open_existing(model / "journal.sqlite")
     journal._connection.execute(
-        "UPDATE artifacts SET size_bytes = 1000000 WHERE state_type='window_swa' AND slot=5"
+        "UPDATE artifacts SET size_bytes = 1000000 WHERE state_type='window_swa' AND slot=3"
     )
     journal.close()
     code, out, _ = run("verify", store)
@@ -549,7 +557,7 @@ def test_the_memory_of_a_full_tiers_index_is_counted(
 ) -> None:
     sizes = {StateType.DENSE_KV: 4096, StateType.WINDOW_SWA: 4096}
     directory = SsdDirectory.open(tmp_path, b"f" * 16, sizes, 8 << 20)
-    slots = directory.slots_per_type
+    slots = directory.geometry.num_slots(StateType.DENSE_KV)
     directory.close()
     (tmp_path / ("ab" * 8)).mkdir()
     (tmp_path / ("ab" * 8) / "journal.sqlite").write_bytes(b"not a journal")

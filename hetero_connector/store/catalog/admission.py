@@ -101,8 +101,7 @@ def parent_is_there(artifact: Artifact, placed: Collection[Artifact]) -> bool:
 
     Else the copy would be out of reach after a restart, and would keep its parent in DRAM.
     """
-    parent = artifact.node.parent
-    above = None if parent is None else parent.artifacts.get(artifact.state_type)
+    above = artifact.above
     return above is None or _stays(above, placed)
 
 
@@ -113,9 +112,7 @@ def _stays(artifact: Artifact, placed: Collection[Artifact]) -> bool:
 
 def waits_for_parent(artifact: Artifact, queued: Container[Artifact]) -> bool:
     """Return whether its parent is queued behind it: another's until it was promoted."""
-    parent = artifact.node.parent
-    above = None if parent is None else parent.artifacts.get(artifact.state_type)
-    return not artifact.forgotten and above in queued
+    return not artifact.forgotten and artifact.above in queued
 
 
 def could_be_written(artifact: Artifact) -> bool:

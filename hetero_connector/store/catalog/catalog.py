@@ -38,7 +38,7 @@ from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
 from hetero_connector.store.catalog.replicas import Replicas
 from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.catalog.tick_times import TickTimes
-from hetero_connector.store.catalog.tiers import Forgotten, Tiers
+from hetero_connector.store.catalog.tiers import Tiers
 from hetero_connector.store.catalog.write_budget import WriteBudget
 from hetero_connector.store.catalog.writes import Write, Writes
 
@@ -60,9 +60,9 @@ class ReservedSave(Save):
 
 @dataclass(frozen=True)
 class RowsToForget:
-    """Journal rows to delete; their slots are free once that is done."""
+    """Journal rows to delete before anything is written."""
 
-    slots: Sequence[Forgotten]
+    ids: Sequence[ArtifactId]
     cleared_for: bytes | None
     """The tag of the generation for which the whole journal is cleared instead; None: it is not."""
 
@@ -518,22 +518,22 @@ class Catalog:
         return self.writes.waits_too_long
 
     @_locked
-    def admit_writes(self) -> list[Artifact]:
-        """Return the next artifacts that are worth their write; see `Writes.admit`."""
+    def admit_writes(self) -> list[Write]:
+        """Return the next writes, which begin once the journal allows it; see `Writes.admit`."""
         admitted = self.writes.admit()
         if not admitted:
             self._lock.notify_all()  # for `flush`
         return admitted
 
     @_locked
-    def place_writes(self, artifacts: Sequence[Artifact]) -> list[Write]:
-        """Give admitted artifacts their SSD slots; see `Writes.place`."""
-        return self.writes.place(artifacts)
+    def begin_writes(self, admitted: Sequence[Write]) -> list[Write]:
+        """Return what is still to be written, and protect its slots; see `Writes.begin`."""
+        return self.writes.begin(admitted)
 
     @_locked
-    def put_off_writes(self, artifacts: Sequence[Artifact]) -> None:
+    def put_off_writes(self, admitted: Sequence[Write]) -> None:
         """Queue admitted artifacts again, for a moment later."""
-        self.writes.put_off(artifacts)
+        self.writes.put_off(admitted)
         self._lock.notify_all()
 
     @_locked
@@ -595,16 +595,12 @@ class Catalog:
 
     @_locked
     def finish_rows(self, rows: RowsToForget, *, are_gone: bool) -> None:
-        """Free the slots of deleted rows, or take the rows back to be deleted later."""
-        tiers = self.tiers
+        """Go on with writing, or take the rows back to be deleted later."""
         if are_gone:
-            assert tiers.ssd is not None
-            for item in rows.slots:
-                tiers.ssd.release(item.ref)
             self._lock.notify_all()
         else:
-            tiers.forgotten[:0] = rows.slots
-            tiers.journal_stale |= rows.cleared_for is not None
+            self.tiers.forgotten[:0] = rows.ids
+            self.tiers.journal_stale |= rows.cleared_for is not None
 
     @_locked
     def take_used(self) -> list[tuple[ArtifactId, int]]:

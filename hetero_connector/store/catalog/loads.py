@@ -214,7 +214,7 @@ class Loads:
         else:
             tiers.dram.release(load.target)
             if is_lost and not artifact.forgotten:
-                if failure is Failure.IO_ERROR:
+                if failure is Failure.IO_ERROR and artifact.ssd == load.origin:
                     tiers.ssd.retire(load.origin)
                 tiers.lose(artifact)
         self._settle(load, failure)

@@ -87,6 +87,12 @@ class Artifact:
         return ArtifactId(self.node.key, self.state_type)
 
     @property
+    def above(self) -> Artifact | None:
+        """Return the parent chunk's artifact of the same type, if it has one."""
+        parent = self.node.parent
+        return None if parent is None else parent.artifacts.get(self.state_type)
+
+    @property
     def sealed(self) -> bool:
         """Return whether its bytes are complete and `match` may find it."""
         return self.life is Life.SEALED

@@ -14,8 +14,9 @@ O_DIRECT needs that.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hetero_connector.errors import ConfigError
@@ -25,7 +26,7 @@ from hetero_connector.units import GIB
 SLOT_ALIGNMENT = 4096
 _ZONE_BYTES = 32 << 20
 """Zones are that large where a bundle fits: hundreds of chunks move between types at once, and
-neighbours in a chain are neighbours in the arena."""
+neighbours in a chain are neighbours in the tier."""
 _MIN_ZONES = 64
 """A small tier has so many zones, where a bundle fits: else a few of them would be all of it."""
 _WASTE_STEP = 0.01
@@ -52,17 +53,15 @@ class SlotGeometry:
 
     @classmethod
     def by_use(cls, slot_bytes: Mapping[StateType, int], capacity_bytes: int) -> SlotGeometry:
-        """Return one slot of each type and zones for the rest, where there are several bundles.
+        """Return one slot of each type and zones for the rest; `count` is 0 if not even those fit.
 
-        One bundle needs no zones: its types are used equally. `count` is 0 if not even a slot of
-        each fits.
+        Where the capacities are large enough for zones of the same size, a slot is at the same
+        place in all of them, but for the last zone of each.
         """
-        equal = cls.fit(slot_bytes, capacity_bytes)
-        bundles = bundles_of(equal.stride_bytes)
-        if len(bundles) == 1 or equal.count < 1:
-            return equal
-        strides = equal.stride_bytes
-        sizes = [sum(strides[t] for t in bundle) for bundle in bundles]
+        strides = _strides(slot_bytes)
+        sizes = [sum(strides[t] for t in bundle) for bundle in bundles_of(strides)]
+        if capacity_bytes < sum(sizes):
+            return cls(0, strides)
         room = _down(capacity_bytes - sum(sizes))
         zone = _zone_bytes(sizes, room)
         last = room % zone
@@ -107,11 +106,17 @@ class SlotGeometry:
         return self.bundles[self.bundle_of[state_type]]
 
     @property
-    def has_whole_zones(self) -> bool:
-        """Return whether a zone can hold a slot of each type of any bundle, on 4 KiB boundaries."""
-        sizes = self._bundle_bytes.values()
-        is_aligned = not (self.zone_bytes % SLOT_ALIGNMENT or self.zones_bytes % SLOT_ALIGNMENT)
-        return is_aligned and (not self.zones_bytes or self.zone_bytes >= max(sizes, default=0))
+    def is_possible(self) -> bool:
+        """Return False if it has no slots, or if a zone cannot hold one of each type of any bundle.
+
+        To be asked of a cut that comes from outside.
+        """
+        strides, zones = self.stride_bytes.values(), (self.zone_bytes, self.zones_bytes)
+        if self.count < 1 or min(strides, default=0) < 1 or min(zones) < 0:
+            return False
+        is_aligned = not any(n % SLOT_ALIGNMENT for n in (*strides, *zones))
+        largest = max(self._bundle_bytes.values())
+        return is_aligned and (not self.zones_bytes or self.zone_bytes >= largest)
 
     @cached_property
     def num_zones(self) -> int:
@@ -147,6 +152,21 @@ class SlotGeometry:
             return self.region_offsets[state_type] + slot * stride
         zone, number = divmod(slot - self.count, self._per_zone[state_type])
         return self._begin(state_type, zone) + number * stride
+
+    def num_slots_in(self, state_type: StateType, size_bytes: int) -> int:
+        """Return how many slots of the type end within the first `size_bytes`: the first ones."""
+        stride = self.stride_bytes[state_type]
+        slots = range(self.num_slots(state_type))
+        return bisect_right(slots, size_bytes, key=lambda n: self.offset(state_type, n) + stride)
+
+    def common_bytes(self, other: SlotGeometry) -> int:
+        """Return up to where all slots are at the same places in both."""
+        if self == other:
+            return self.size_bytes
+        if replace(self, zones_bytes=0) != replace(other, zones_bytes=0) or not self.zone_bytes:
+            return 0
+        whole = min(self.zones_bytes, other.zones_bytes) // self.zone_bytes
+        return self.count * self.chunk_bytes + whole * self.zone_bytes
 
     def slot_at(self, state_type: StateType, offset: int) -> int | None:
         """Return the number of the type's slot that begins at that byte; None if none does."""

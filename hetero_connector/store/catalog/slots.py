@@ -71,17 +71,22 @@ class SlotPool:
         return SlotRef(self.tier, state_type, slot, region.generations[slot])
 
     def adopt(self, ref: SlotRef) -> bool:
-        """Mark a slot known from a journal as used; False if it does not exist or is taken.
+        """Mark a slot known from a journal as used.
 
-        For a tier without zones.
+        False if it does not exist, or if it is taken: by itself, or its zone by another bundle.
         """
-        region = self._regions.get(ref.state_type)
-        if region is None or not 0 <= ref.slot < self.geometry.count:
+        region, slot = self._regions.get(ref.state_type), ref.slot
+        if region is None or not 0 <= slot < len(region.state):
             return False
-        if region.state[ref.slot] != _FREE:
+        zone = self.geometry.zone_of(ref.state_type, slot)
+        if zone >= 0 and self._bundles[zone] == _NONE:
+            self._give(zone, ref.state_type)
+        if region.state[slot] != _FREE:
             return False
-        region.adopt(ref.slot)
-        region.set_generation(ref.slot, ref.generation)
+        region.adopt(slot, zone)
+        if zone >= 0:
+            self._taken[zone] += 1
+        region.set_generation(slot, ref.generation)
         return True
 
     def release(self, ref: SlotRef) -> None:
@@ -111,12 +116,8 @@ class SlotPool:
                 self._on_freed(ref)
 
     def offset(self, ref: SlotRef) -> int:
-        """Byte offset in a tier that is one piece of memory (the arena)."""
+        """Byte offset in the arena, or in the slab file."""
         return self.geometry.offset(ref.state_type, ref.slot)
-
-    def slab_offset(self, ref: SlotRef) -> int:
-        """Byte offset inside the region of its own type (a slab file)."""
-        return ref.slot * self.geometry.stride_bytes[ref.state_type]
 
     def num_used(self, state_type: StateType) -> int:
         """Return the number of slots that hold an artifact or are reserved for one."""
@@ -235,6 +236,8 @@ class _Region:
         """The same for peers to read. Never read here: others can write it, too."""
         self._geometry = geometry
         self._type = state_type
+        self._per_zone = geometry.first_slot(state_type, 1) - geometry.first_slot(state_type, 0)
+        """Slots in a whole zone."""
 
     def set_generation(self, slot: int, generation: int) -> None:
         self.generations[slot] = generation
@@ -267,12 +270,13 @@ class _Region:
         slot = self.state.find(_FREE, place, slots.stop)
         if slot < 0:
             slot = self.state.find(_FREE, slots.start, place)
-        self._use(slot)
-        if self.state.find(_FREE, slots.start, slots.stop) < 0:
-            del self.open[zone]
+        self._use_in_zone(slot, zone)
         return slot
 
-    def adopt(self, slot: int) -> None:
+    def adopt(self, slot: int, zone: int) -> None:
+        if zone >= 0:
+            self._use_in_zone(slot, zone)
+            return
         if slot in self.released:
             self.released.remove(slot)
         self._use(slot)
@@ -318,6 +322,12 @@ class _Region:
         slots = self.slots_of(zone)
         self.state[slots.start : slots.stop] = bytes([state]) * len(slots)
         self.num_free += len(slots) if state == _FREE else -len(slots)
+
+    def _use_in_zone(self, slot: int, zone: int) -> None:
+        self._use(slot)
+        first = self._geometry.count + zone * self._per_zone
+        if self.state.find(_FREE, first, first + self._per_zone) < 0:
+            del self.open[zone]
 
     def _use(self, slot: int) -> None:
         self.state[slot] = _USED

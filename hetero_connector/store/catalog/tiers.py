@@ -1,16 +1,16 @@
 """The index, the slots of both tiers and their eviction, kept consistent.
 
-A private part of `Catalog`, which holds the lock. The life of a slot: `take_dram` (or `ssd.take`)
+A private part of `Catalog`, which holds the lock. The life of a slot: `take_dram` or `take_ssd`
 reserves it, `attach` puts an artifact into it, `drop` and `forget` release it. A DRAM slot is free
-once the artifact has no pins, an SSD slot once the journal has forgotten its row (`Forgotten`),
-and either once no transfer touches it.
+once the artifact has no pins, and a slot of either tier once no transfer touches it. An SSD slot
+may be taken again at once, but nothing is written until the journal has forgotten all of
+`forgotten`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import inf
 
@@ -35,14 +35,6 @@ _MAX_EVICTED = 64
 """Artifacts of other types that leave for one slot at most: a millisecond of the engine's time."""
 
 
-@dataclass(frozen=True)
-class Forgotten:
-    """An SSD slot whose journal row must be gone before the slot may be written again."""
-
-    id: ArtifactId
-    ref: SlotRef
-
-
 class Tiers:
     """Index, slots and eviction of DRAM and, if there is one, SSD."""
 
@@ -62,8 +54,8 @@ class Tiers:
         self.feed = exports
         """Changes for the fleet; None without one."""
         self.ssd = None if ssd is None else SlotPool(Tier.SSD, ssd)
-        self.forgotten: list[Forgotten] = []
-        """SSD slots whose rows the journal must forget."""
+        self.forgotten: list[ArtifactId] = []
+        """Artifacts that have left the SSD. The journal must forget them before a write begins."""
         self.on_forgotten: Callable[[Artifact], None] = lambda artifact: None
         """Called with each artifact that leaves the index."""
         self.journal_stale = False
@@ -100,32 +92,16 @@ class Tiers:
         free. `spares`: asked about the next victim of its own type, the only one that may leave
         then; if it returns True the victim stays and the result is None.
         """
-        kind, parent = artifact.state_type, artifact.node.parent
-        above = None if parent is None else parent.artifacts.get(kind)
-        after = None if above is None else above.dram
-        while (ref := self.dram.take(kind, after)) is None:
-            victim = self._pop_first(Tier.DRAM, kind)
-            if victim is None:
-                victim = self._pop_ranked(Tier.DRAM, kind)
-                if victim is not None and spares is not None and spares(victim):
-                    self._offer(victim)
-                    return None
-                if spares is None and self._evict_others(artifact, victim):
-                    if victim is not None:
-                        self._offer(victim)
-                    continue
-            if victim is None:
-                return None
-            if victim.sealed:  # else it was forgotten with the last of its chunk
-                self._evict(victim, Tier.DRAM)
-        return ref
+        above = artifact.above
+        return self._take(self.dram, artifact, None if above is None else above.dram, spares)
 
-    def evict_ssd(self, state_type: StateType) -> bool:
-        """Evict from SSD; False if nothing can be. The slot is free once its row is forgotten."""
-        victim = self._pop_first(Tier.SSD, state_type) or self._pop_ranked(Tier.SSD, state_type)
-        if victim is not None:
-            self._evict(victim, Tier.SSD)
-        return victim is not None
+    def take_ssd(self, artifact: Artifact, after: SlotRef | None) -> SlotRef | None:
+        """Take an SSD slot as `take_dram` does. `after`: the slot of what the artifact continues.
+
+        Rows of what was evicted must be forgotten before anything is written: see `forgotten`.
+        """
+        assert self.ssd is not None
+        return self._take(self.ssd, artifact, after)
 
     def mark_used(self, artifacts: Sequence[Artifact], now: int) -> None:
         """Count a use by a restore, at this tick of the logical clock."""
@@ -156,6 +132,12 @@ class Tiers:
         self._account(artifact, ref.tier, 1)
         if self.feed is not None:
             self.feed.on_changed(artifact)
+
+    def free_ssd(self, artifact_id: ArtifactId, ref: SlotRef) -> None:
+        """Release an SSD slot that the journal may list as this artifact's."""
+        assert self.ssd is not None
+        self.ssd.release(ref)
+        self.forgotten.append(artifact_id)
 
     def show_adopted(self, artifacts: Iterable[Artifact]) -> None:
         """Make artifacts visible that a journal lists."""
@@ -328,15 +310,41 @@ class Tiers:
             return Evictability.BLOCKED
         return self.index.evictability(artifact, tier)
 
-    def _next_rank(self, state_type: StateType) -> tuple[bool, float, int]:
-        """Return about the rank of the type's next victim in DRAM; the highest without one."""
-        if self.evict_first.has_any(Tier.DRAM, state_type):
+    def _take(
+        self,
+        pool: SlotPool,
+        artifact: Artifact,
+        after: SlotRef | None,
+        spares: Callable[[Artifact], bool] | None = None,
+    ) -> SlotRef | None:
+        """See `take_dram`."""
+        tier, kind = pool.tier, artifact.state_type
+        while (ref := pool.take(kind, after)) is None:
+            victim = self._pop_first(tier, kind)
+            if victim is None:
+                victim = self._pop_ranked(tier, kind)
+                if victim is not None and spares is not None and spares(victim):
+                    self._offer(victim)
+                    return None
+                if spares is None and self._evict_others(pool, artifact, victim):
+                    if victim is not None:
+                        self._offer(victim)
+                    continue
+            if victim is None:
+                return None
+            if victim.sealed:  # else it was forgotten with the last of its chunk
+                self._evict(victim, tier)
+        return ref
+
+    def _next_rank(self, tier: Tier, state_type: StateType) -> tuple[bool, float, int]:
+        """Return about the rank of the type's next victim; the highest without one."""
+        if self.evict_first.has_any(tier, state_type):
             return (False, -1, 0)
-        lowest = self._policies[Tier.DRAM, state_type].lowest
+        lowest = self._policies[tier, state_type].lowest
         return (True, inf, 0) if lowest is None else _rank(lowest)
 
-    def _evict_others(self, wanting: Artifact, than: Artifact | None) -> bool:
-        """Evict from DRAM what other types used before `than` (None: ever), until a zone is free.
+    def _evict_others(self, pool: SlotPool, wanting: Artifact, than: Artifact | None) -> bool:
+        """Evict what other types used before `than` (None: ever), until a zone is free.
 
         Return whether there is a slot for `wanting` now. What left in vain, because its zones have
         newer state too, has made free slots for its own types, and a start for the next call. The
@@ -345,34 +353,35 @@ class Tiers:
         chunk = list(wanting.node.artifacts.values())
         for artifact in chunk:
             artifact.pins += 1
-        has_slot = self._evict_older(wanting.state_type, than)
+        has_slot = self._evict_older(pool, wanting.state_type, than)
         for artifact in chunk:
             self.unpin(artifact)
         return has_slot
 
-    def _evict_older(self, kind: StateType, than: Artifact | None) -> bool:
+    def _evict_older(self, pool: SlotPool, kind: StateType, than: Artifact | None) -> bool:
         """Evict what other types used before `than`; return whether there is a slot for `kind`."""
-        geometry = self.dram.geometry
+        tier, geometry = pool.tier, pool.geometry
         if not geometry.num_zones:
             return False
         others = [t for t in geometry.stride_bytes if t not in geometry.bundle_with(kind)]
+        next_rank = partial(self._next_rank, tier)
         left = _MAX_EVICTED
-        while others and left and not self.dram.num_free(kind):
-            other = min(others, key=self._next_rank)
-            if than is not None and self._next_rank(other) >= _rank(than):
+        while others and left and not pool.num_free(kind):
+            other = min(others, key=next_rank)
+            if than is not None and next_rank(other) >= _rank(than):
                 return False
-            victim = self._pop_first(Tier.DRAM, other)
+            victim = self._pop_first(tier, other)
             if victim is None:
-                victim = self._pop_ranked(Tier.DRAM, other)
+                victim = self._pop_ranked(tier, other)
                 if victim is None:
                     others.remove(other)
                     continue
                 if than is not None and _rank(victim) >= _rank(than):
                     self._offer(victim)  # the one that was expected is blocked
                     continue
-            self._evict(victim, Tier.DRAM)
+            self._evict(victim, tier)
             left -= 1
-        return self.dram.num_free(kind) > 0
+        return pool.num_free(kind) > 0
 
     def _evict(self, victim: Artifact, tier: Tier) -> None:
         self._count_eviction(tier, victim.state_type)
@@ -401,7 +410,7 @@ class Tiers:
         if ref.tier is Tier.DRAM:
             self.dram.release(ref)
         else:
-            self.forgotten.append(Forgotten(artifact_id, ref))
+            self.free_ssd(artifact_id, ref)
 
     def _account(self, artifact: Artifact, tier: Tier, step: int) -> None:
         self._bytes[tier, artifact.state_type] += step * artifact.size_bytes

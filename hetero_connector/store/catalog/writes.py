@@ -6,7 +6,6 @@ finds nothing that continues what it lacks.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,8 +20,8 @@ from hetero_connector.store.catalog.admission import (
     waits_for_parent,
 )
 from hetero_connector.store.catalog.artifact_queue import ArtifactQueue
-from hetero_connector.store.catalog.nodes import Artifact
-from hetero_connector.store.catalog.tiers import Forgotten, Tiers
+from hetero_connector.store.catalog.nodes import Artifact, Node
+from hetero_connector.store.catalog.tiers import Tiers
 
 _BATCH_BYTES = 16 << 20
 """Written at once. A restore that comes in between waits for so much at most."""
@@ -48,7 +47,7 @@ class Pending:
 
 @dataclass(frozen=True, eq=False)
 class Write:
-    """One artifact to be written to SSD. Both slots are protected until it is finished."""
+    """An artifact to be written to SSD, and its slots: both are protected until it is finished."""
 
     artifact: Artifact
     source: SlotRef
@@ -193,54 +192,38 @@ class Writes:
 
     # --- writes -------------------------------------------------------------------------------
 
-    def admit(self) -> list[Artifact]:
-        """Take the next artifacts that are worth their write, pinned, and evict to make room.
+    def admit(self) -> list[Write]:
+        """Take the next artifacts that are worth their write, pinned, and give each an SSD slot.
 
-        The slots of what was evicted are free once the journal has forgotten their rows, see
-        `Tiers.forgotten`; then `place` gives each artifact its slot.
+        Those without one stay in DRAM alone. Nothing may be written before the journal has
+        forgotten what was evicted (`Tiers.forgotten`); then comes `begin`.
         """
         self.claims.offer_overdue(at_once=self.flushing)
-        admitted = self._admit(self._take_due())
-        self._make_room(admitted)
-        return admitted
+        return self._place(self._admit(self._take_due()))
 
-    def place(self, artifacts: Sequence[Artifact]) -> list[Write]:
-        """Give each admitted artifact an SSD slot; those without one stay in DRAM alone."""
-        ssd, writes, homeless = self._tiers.ssd, list[Write](), list[Artifact]()
+    def begin(self, admitted: Sequence[Write]) -> list[Write]:
+        """Return what is still to be written, and protect its slots."""
+        ssd, writes, placed = self._tiers.ssd, list[Write](), set[Artifact]()
         assert ssd is not None
-        placed, num_refused = set[Artifact](), 0
-        for artifact in artifacts:
-            target = None
-            if not artifact.forgotten and parent_is_there(artifact, placed):
-                target = ssd.take(artifact.state_type)
-            if target is None:
-                self.admission.refund(artifact)
-                homeless.append(artifact)
-                if waits_for_parent(artifact, self._queue):
-                    self.offer(artifact)
-                else:
-                    num_refused += not artifact.forgotten
+        for write in admitted:
+            if write.artifact.forgotten or not parent_is_there(write.artifact, placed):
+                ssd.release(write.target)
+                self._refuse([write.artifact])
                 continue
-            assert artifact.dram is not None
-            ssd.begin_transfer(target)
-            self._tiers.dram.begin_transfer(artifact.dram)
-            placed.add(artifact)
-            writes.append(Write(artifact, artifact.dram, target))
-        if num_refused:
-            self._recorder.add(
-                "heterocache_failures",
-                num_refused,
-                cause=Failure.NO_SLOT.value,
-                tier=Tier.SSD.value,
-            )
-        self._release(homeless)
+            ssd.begin_transfer(write.target)
+            self._tiers.dram.begin_transfer(write.source)
+            placed.add(write.artifact)
+            writes.append(write)
         return writes
 
-    def put_off(self, artifacts: Sequence[Artifact]) -> None:
+    def put_off(self, admitted: Sequence[Write]) -> None:
         """Queue admitted artifacts again, for a moment later."""
+        ssd, artifacts = self._tiers.ssd, [write.artifact for write in admitted]
+        assert ssd is not None
         self._put_back(artifacts)
-        for artifact in artifacts:
-            self.admission.refund(artifact)
+        for write in admitted:
+            ssd.release(write.target)
+            self.admission.refund(write.artifact)
         self._release(artifacts)
 
     def give_up(self, writes: Sequence[Write]) -> None:
@@ -265,10 +248,8 @@ class Writes:
         for write in writes:
             artifact = write.artifact
             tiers.ssd.end_transfer(write.target)
-            if not is_stored:
-                tiers.ssd.release(write.target)
-            elif artifact.forgotten:
-                tiers.forgotten.append(Forgotten(artifact.id, write.target))
+            if not is_stored or artifact.forgotten:
+                tiers.free_ssd(artifact.id, write.target)  # a commit that failed may have its row
             else:
                 tiers.attach(artifact, write.target)
                 self._queue.discard(artifact)
@@ -320,19 +301,48 @@ class Writes:
         self._release(set(due).difference(admitted))
         return admitted
 
-    def _make_room(self, artifacts: Sequence[Artifact]) -> None:
-        """Evict from SSD as many artifacts as the batch needs, but none that it continues."""
-        tiers = self._tiers
-        assert tiers.ssd is not None
-        above = [x for x in map(deepest_on_ssd, artifacts) if x is not None]
-        for artifact in above:
+    def _place(self, admitted: Sequence[Artifact]) -> list[Write]:
+        """Take SSD slots, evicting nothing that the batch continues or belongs to.
+
+        A chunk of which something has no slot is not written on: the rest would be of no use.
+        """
+        tiers, targets, without = self._tiers, dict[Artifact, SlotRef](), set[Node]()
+        kept = [x for x in map(deepest_on_ssd, admitted) if x is not None]
+        nodes = dict.fromkeys(artifact.node for artifact in admitted)
+        kept += [artifact for node in nodes for artifact in node.artifacts.values()]
+        for artifact in kept:
             artifact.pins += 1
-        for kind, count in Counter(a.state_type for a in artifacts).items():
-            short = count - tiers.ssd.num_free(kind)
-            while short > 0 and tiers.evict_ssd(kind):
-                short -= 1
-        for artifact in above:
+        for artifact in admitted:
+            above, target = artifact.above, None
+            if artifact.node not in without and parent_is_there(artifact, targets):
+                after = None if above is None else above.ssd or targets.get(above)
+                target = tiers.take_ssd(artifact, after)
+            if target is None:
+                without.add(artifact.node)
+            else:
+                targets[artifact] = target
+        for artifact in kept:
             tiers.unpin(artifact)
+        self._refuse([artifact for artifact in admitted if artifact not in targets])
+        return [Write(a, a.dram, target) for a, target in targets.items() if a.dram is not None]
+
+    def _refuse(self, admitted: Sequence[Artifact]) -> None:
+        """Leave admitted artifacts in DRAM alone: there is no slot for them, or for a parent."""
+        num_refused = 0
+        for artifact in admitted:
+            self.admission.refund(artifact)
+            if waits_for_parent(artifact, self._queue):
+                self.offer(artifact)
+            else:
+                num_refused += not artifact.forgotten
+        if num_refused:
+            self._recorder.add(
+                "heterocache_failures",
+                num_refused,
+                cause=Failure.NO_SLOT.value,
+                tier=Tier.SSD.value,
+            )
+        self._release(admitted)
 
     def _put_back(self, artifacts: Sequence[Artifact]) -> None:
         """Return artifacts to the head of the queue: chunks below depend on them."""
@@ -388,7 +398,7 @@ class PendingClaims:
 
     def _continues_one(self, artifact: Artifact) -> bool:
         """Return whether its parent still waits: written before it, it would be out of reach."""
-        return _above(artifact) in self._until_s
+        return artifact.above in self._until_s
 
     def resolve_owned(self, artifact: Artifact) -> None:
         """Queue its write, and before it those of its parents: a restart needs them to find it."""
@@ -396,7 +406,7 @@ class PendingClaims:
         above: Artifact | None = artifact
         while above is not None and above in self._until_s:
             chain.append(above)
-            above = _above(above)
+            above = above.above
         for waiting in reversed(chain):
             self._until_s[waiting] = 0.0
             self._offer(waiting)
@@ -416,9 +426,3 @@ class PendingClaims:
             if until_s > 0.0 and (until_s <= now_s or at_once or not self.joined):
                 self._until_s[artifact] = 0.0
                 self._offer(artifact)
-
-
-def _above(artifact: Artifact) -> Artifact | None:
-    """Return the parent chunk's artifact of the same type."""
-    parent = artifact.node.parent
-    return None if parent is None else parent.artifacts.get(artifact.state_type)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.errors import PeerError
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.catalog.slot_geometry import SLOT_ALIGNMENT, SlotGeometry
+from hetero_connector.store.catalog.slot_geometry import SlotGeometry
 
 _HEAD = struct.Struct("<4sBBQQQ")
 _TYPE = struct.Struct("<HQ")
@@ -59,11 +59,11 @@ class PeerCard:
         strides: dict[StateType, int] = {}
         for position, stride in _TYPE.iter_unpack(data[_HEAD.size : agent_at]):
             kind = _TYPES.get(position)
-            if kind is None or kind in strides or not stride or stride % SLOT_ALIGNMENT:
+            if kind is None or kind in strides:
                 raise PeerError(f"a peer's card has impossible slots: {position}, {stride} bytes")
             strides[kind] = stride
         geometry = SlotGeometry(count, strides, zone_bytes, zones_bytes)
-        if not (0 < geometry.size_bytes <= _MAX_BYTES and geometry.has_whole_zones):
+        if not (geometry.is_possible and geometry.size_bytes <= _MAX_BYTES):
             raise PeerError(f"a peer's card has impossible slots: {geometry}")
         return cls(geometry, data[agent_at:])
 

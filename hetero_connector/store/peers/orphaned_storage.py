@@ -28,13 +28,12 @@ import numpy.typing as npt
 
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.errors import StoreError, StoreInUseError
-from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Failure
 from hetero_connector.store.catalog.slot_geometry import padded
 from hetero_connector.store.ssd.directory_lock import holder, is_locked, shared
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_connection import connect
-from hetero_connector.store.ssd.space import JOURNAL_NAME, LOCK_NAME, OPENING_LOCK_NAME, SLAB_SUFFIX
+from hetero_connector.store.ssd.space import JOURNAL_NAME, LOCK_NAME, OPENING_LOCK_NAME, SLAB_NAME
 from hetero_connector.transfer.base import open_direct
 from hetero_connector.transfer.checksum import checksum
 
@@ -65,7 +64,7 @@ class OrphanDirectory:
         self._path = path
         self._folder = folder
         self._journal = journal
-        self._slabs: dict[StateType, int] = {}
+        self._slab = -1
         self._told = False
 
     def read(
@@ -83,7 +82,7 @@ class OrphanDirectory:
             StoreError,
             OSError,
             OverflowError,
-        ) as e:  # a bad sector, a slab that is missing: not of all
+        ) as e:  # a bad sector, a slab that is short: not of all
             if not self._told:
                 logger.warning("%s of %s cannot be read: %s", artifact, self._path, e)
             self._told = True
@@ -92,8 +91,9 @@ class OrphanDirectory:
     def close(self) -> None:
         """Idempotent."""
         self._journal.close()
-        while self._slabs:
-            os.close(self._slabs.popitem()[1])
+        if self._slab >= 0:
+            os.close(self._slab)
+            self._slab = -1
 
     def _read(
         self, artifact: ArtifactId, digest: bytes, size_bytes: int, into: npt.NDArray[np.uint8]
@@ -101,26 +101,22 @@ class OrphanDirectory:
         row = self._journal.find(artifact)
         if row is None or row.checksum != digest or row.size_bytes != size_bytes:
             return Failure.GONE
-        slot_bytes = self._journal.meta.slabs[artifact.state_type].slot_bytes
-        target = into[: padded(size_bytes)]
-        if not self._fill(artifact.state_type, row.slot * slot_bytes, target):
+        offset = self._journal.meta.geometry.offset(artifact.state_type, row.slot)
+        if not self._fill(offset, into[: padded(size_bytes)]):
             return Failure.IO_ERROR
         return None if checksum(into[:size_bytes], artifact.seed) == digest else Failure.CHECKSUM
 
-    def _fill(self, state_type: StateType, offset: int, target: npt.NDArray[np.uint8]) -> bool:
+    def _fill(self, offset: int, target: npt.NDArray[np.uint8]) -> bool:
         """False where the slab ends before. Raises OSError."""
+        if self._slab < 0:
+            self._slab = _open_slab(self._folder)
         done = 0
         while done < len(target):
-            moved = os.preadv(self._slab(state_type), [target.data[done:]], offset + done)
+            moved = os.preadv(self._slab, [target.data[done:]], offset + done)
             if not moved:
                 return False
             done += moved
         return True
-
-    def _slab(self, state_type: StateType) -> int:
-        if state_type not in self._slabs:
-            self._slabs[state_type] = _open_slab(self._folder, f"{state_type.value}{SLAB_SUFFIX}")
-        return self._slabs[state_type]
 
 
 @contextmanager
@@ -209,9 +205,9 @@ def _let_start_first(path: Path) -> None:
         raise StoreInUseError(f"an engine is opening {path.parent}")
 
 
-def _open_slab(folder: int, name: str) -> int:
-    slab = open_direct(name, _REGULAR, dir_fd=folder)
+def _open_slab(folder: int) -> int:
+    slab = open_direct(SLAB_NAME, _REGULAR, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(slab).st_mode):
         os.close(slab)
-        raise StoreError(f"{name} is not a regular file")
+        raise StoreError(f"{SLAB_NAME} is not a regular file")
     return slab

@@ -4,10 +4,10 @@
     ssd_dir/<fingerprint, 16 hex>/lock  held by the engine that uses it
                                  /journal.sqlite
                                  /generation       which resets it has seen
-                                 /<state type>.slab
+                                 /slots.slab
 
-A slab is preallocated: its slots never move and a write to it never runs out of disk. Only the
-engine's user can open any of it.
+The slab file is preallocated: its slots never move and a write to it never runs out of disk. It is
+cut as the arena is. Only the engine's user can open any of it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 from hetero_connector.artifacts.generation import FIRST
 from hetero_connector.errors import ConfigError, StoreError, StoreTakenError, TransferError
 from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.catalog.slot_geometry import SlotGeometry, bundles_of, padded
 from hetero_connector.store.ssd.directory_lock import DirectoryLock
 from hetero_connector.store.ssd.generation_file import (
     GENERATION_NAME,
@@ -32,7 +33,7 @@ from hetero_connector.store.ssd.generation_file import (
 )
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_connection import Connect, connect, move_aside
-from hetero_connector.store.ssd.journal_format import CorruptJournalError, JournalMeta, SlabShape
+from hetero_connector.store.ssd.journal_format import CorruptJournalError, JournalMeta
 from hetero_connector.store.ssd.private_files import (
     PRIVATE_DIRECTORY_MODE,
     PRIVATE_FLAGS,
@@ -44,20 +45,20 @@ from hetero_connector.store.ssd.space import (
     JOURNAL_NAME,
     LOCK_NAME,
     OPENING_LOCK_NAME,
-    SLAB_SUFFIX,
+    SLAB_NAME,
     is_own_name,
     make_room,
     model_directory,
     no_space,
     room_beside_live,
 )
-from hetero_connector.transfer.base import BLOCK_BYTES, OpenFile, is_direct, open_direct
+from hetero_connector.transfer.base import OpenFile, is_direct, open_direct
 from hetero_connector.units import GIB
 
 logger = logging.getLogger("vllm.heterocache")
 
 _ROW_BYTES = 512
-"""Journal bytes a slot may cost: a row in two b-trees, at SQLite's usual fill."""
+"""Journal bytes an artifact may cost: a row in two b-trees, at SQLite's usual fill."""
 _WAL_BYTES = 8 << 20
 _OPEN_WAIT_S = 30.0
 _READERS_WAIT_S = 30.0
@@ -68,28 +69,24 @@ _NO_ACCESS |= {errno.ENOENT, errno.ELOOP}
 
 
 class SsdDirectory:
-    """An open, locked directory: its slab files, journal and warnings. Built by `open`."""
+    """An open, locked directory: its slab file, journal and warnings. Built by `open`."""
 
-    def __init__(
-        self, path: Path, lock: DirectoryLock, slabs: Mapping[StateType, SlabShape]
-    ) -> None:
+    def __init__(self, path: Path, lock: DirectoryLock, geometry: SlotGeometry) -> None:
         self.path = path
-        self.slot_bytes = {t: s.slot_bytes for t, s in slabs.items()}
-        self.state_types = tuple(slabs)
-        self.slots_per_type = min(s.slots for s in slabs.values())
+        self.geometry = geometry
+        """The cut of the slab file."""
         self.direct = True
-        """True if the slabs are open with O_DIRECT."""
+        """True if the slab is open with O_DIRECT."""
         self.warnings: list[str] = []
         """Problems that were found and mended at opening; also logged."""
         self.journal: Journal
         self.generations: GenerationKeeper
         """The resets that the state here has seen."""
-        self._slabs = dict(slabs)
         self._lock = lock
-        self._fds: dict[StateType, int] = {}
+        self._fd = -1
         self._created: list[Path] = []
-        self._slots_found: dict[StateType, int] = {}
-        """The number of slots that the slab files had when they were opened."""
+        self._found_bytes = 0
+        """The size that the slab file had when it was opened."""
         self._warned_of_intruder = False
 
     @classmethod
@@ -104,13 +101,12 @@ class SsdDirectory:
     ) -> SsdDirectory:
         """Open or create a model's directory in `root`, all of which stays within `ssd_bytes`.
 
-        `slot_bytes`: a slot's size by state type, 4 KiB multiples. Every state type gets the
-        same number of slots, as many as fit next to the running engines of other models;
-        state of models that are not in use is removed. Rows whose slots are no more (a lower
-        `ssd_bytes`, a truncated slab) are forgotten. Raises
+        `slot_bytes`: a slot's size by state type. The slab is as large as fits next to the
+        running engines of other models; state of models that are not in use is removed. Rows
+        whose slots are no more (a lower `ssd_bytes`, a truncated slab) are forgotten. Raises
         ConfigError (`ssd_dir`, `ssd_gib`), StoreInUseError, FormatError, StoreError.
         """
-        slots_that_fit(slot_bytes, ssd_bytes)  # before anything is created
+        ssd_geometry(slot_bytes, ssd_bytes)  # before anything is created
         path = model_directory(root, fingerprint)
         try:
             root.mkdir(PRIVATE_DIRECTORY_MODE, parents=True, exist_ok=True)
@@ -118,13 +114,12 @@ class SsdDirectory:
             opening = DirectoryLock.acquire(root / OPENING_LOCK_NAME, wait_s=_OPEN_WAIT_S)
             try:
                 room = room_beside_live(root, path, ssd_bytes)
-                slots = slots_that_fit(slot_bytes, room)
-                slabs = {t: SlabShape(slots, size) for t, size in slot_bytes.items()}
-                meta = JournalMeta(fingerprint, slabs, description or {}, created=time.time())
+                geometry = ssd_geometry(slot_bytes, room)
+                meta = JournalMeta(fingerprint, geometry, description or {}, created=time.time())
                 path.mkdir(PRIVATE_DIRECTORY_MODE, exist_ok=True)
                 widest = make_private(path, is_own_name)
                 lock = DirectoryLock.acquire(path / LOCK_NAME, readers_wait_s=_READERS_WAIT_S)
-                directory = cls(path, lock, slabs)
+                directory = cls(path, lock, geometry)
                 try:
                     if widest is not None:
                         directory._warn(
@@ -159,25 +154,20 @@ class SsdDirectory:
 
     @property
     def files(self) -> tuple[OpenFile, ...]:
-        """The slab files, in the order of `state_types`."""
-        return tuple(OpenFile(self._fds[t], s.slots * s.slot_bytes) for t, s in self._slabs.items())
-
-    def file_of(self, state_type: StateType) -> int:
-        """Index into `files` of a state type's slab."""
-        return self.state_types.index(state_type)
+        """The files of a transfer: the slab."""
+        return (OpenFile(self._fd, self.geometry.size_bytes),)
 
     def sync(self) -> None:
         """Wait until every slab byte written so far survives a power cut. TransferError if not."""
-        for state_type, fd in self._fds.items():
-            try:
-                os.fdatasync(fd)
-            except OSError as e:
-                raise TransferError(e.errno, f"fdatasync of {state_type.value}: {e}") from e
+        try:
+            os.fdatasync(self._fd)
+        except OSError as e:
+            raise TransferError(e.errno, f"fdatasync of {SLAB_NAME}: {e}") from e
 
     def why_lost(self) -> str | None:
         """Why the next engine would not find the files where they were; None: it would."""
         try:
-            linked = all(os.fstat(fd).st_nlink > 0 for fd in self._fds.values())
+            linked = os.fstat(self._fd).st_nlink > 0
             os.stat(self.path / JOURNAL_NAME)
             self.check_owner()
         except FileNotFoundError:
@@ -209,13 +199,14 @@ class SsdDirectory:
             )
 
     def close(self) -> None:
-        """Close the journal and the slabs, release the lock. Idempotent."""
+        """Close the journal and the slab, release the lock. Idempotent."""
         if hasattr(self, "journal"):
             self.journal.close()
         if hasattr(self, "generations"):
             self.generations.close()
-        while self._fds:
-            os.close(self._fds.popitem()[1])
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
         self._lock.release()
 
     def _abandon(self) -> None:
@@ -232,7 +223,7 @@ class SsdDirectory:
         """Do what other engines must not do meanwhile: they wait, whatever the journal's size."""
         # The journal first: if it belongs to something else, nothing has been touched yet.
         is_new = not (self.path / JOURNAL_NAME).exists()
-        needed = sum(s.slots * s.slot_bytes for s in self._slabs.values())
+        needed = self.geometry.size_bytes
         if is_new:
             make_room(root, self.path, needed, room_bytes)
             self._open_generation(is_new=True)
@@ -240,10 +231,9 @@ class SsdDirectory:
         if not is_new:
             make_room(root, self.path, needed, room_bytes)
             self._open_generation(is_new=False)
-        for state_type in self._slabs:
-            self._open_slab(root, state_type)
+        self._open_slab(root)
         if not self.direct:
-            self._warn(f"{self.path} has no O_DIRECT: the page cache will hold the slabs, too")
+            self._warn(f"{self.path} has no O_DIRECT: the page cache will hold the slab, too")
         _sync_directory(self.path)
         _sync_directory(root)  # in which the directory itself is an entry
 
@@ -261,14 +251,16 @@ class SsdDirectory:
         self.journal.check_owner = self.check_owner
 
     def _settle_journal(self) -> None:
-        """Make the journal agree with the slabs and read what a start reads of it."""
+        """Make the journal agree with the slab and read what a start reads of it."""
         self.journal.generation()
-        # A kill between the slabs' opening and this leaves rows that fail their checksums.
-        lost = self.journal.forget_slots_from(self._slots_found)
+        # A kill between the slab's opening and this leaves rows that fail their checksums.
+        lost = self.journal.forget_bytes_from(self._found_bytes)
         if lost:
-            self._warn(f"slab files of {self.path} are missing or short: {lost} artifacts lost")
-        if self.journal.meta.slabs != self._slabs:
-            self.journal.resize({t: s.slots for t, s in self._slabs.items()})
+            self._warn(f"the slab file of {self.path} is missing or short: {lost} artifacts lost")
+        if self.journal.meta.geometry != self.geometry:
+            lost = self.journal.resize(self.geometry)
+            if lost:
+                self._warn(f"{self.path} has another size now: {lost} artifacts lost")
 
     def _open_journal(self, meta: JournalMeta, connect: Connect, *, check: bool) -> None:
         self.journal = Journal.open(self.path / JOURNAL_NAME, meta, connect, check)
@@ -294,20 +286,15 @@ class SsdDirectory:
         if not is_there:
             self._created.append(path)
 
-    def _slab_path(self, state_type: StateType) -> Path:
-        return self.path / f"{state_type.value}{SLAB_SUFFIX}"
-
-    def _open_slab(self, root: Path, state_type: StateType) -> None:
-        path, slab = self._slab_path(state_type), self._slabs[state_type]
-        size, is_new = slab.slots * slab.slot_bytes, not path.exists()
+    def _open_slab(self, root: Path) -> None:
+        path, size = self.path / SLAB_NAME, self.geometry.size_bytes
+        is_new = not path.exists()
         flags = os.O_RDWR | os.O_CREAT | PRIVATE_FLAGS
-        fd = open_direct(path, flags, PRIVATE_MODE)
-        self.direct &= is_direct(fd)
-        self._fds[state_type] = fd
+        self._fd = fd = open_direct(path, flags, PRIVATE_MODE)
+        self.direct = is_direct(fd)
         if is_new:
             self._created.append(path)
-        before = os.fstat(fd).st_size
-        self._slots_found[state_type] = before // slab.slot_bytes
+        self._found_bytes = before = os.fstat(fd).st_size
         try:
             if before > size:
                 os.ftruncate(fd, size)
@@ -323,24 +310,27 @@ class SsdDirectory:
         logger.warning(message)
 
 
-def slots_that_fit(slot_bytes: Mapping[StateType, int], ssd_bytes: int) -> int:
-    """Slots each state type gets so that slabs and journal stay within `ssd_bytes`.
+def ssd_geometry(slot_bytes: Mapping[StateType, int], ssd_bytes: int) -> SlotGeometry:
+    """Return the cut with which slab and journal stay within `ssd_bytes`, whatever is stored.
 
-    Raises ConfigError (`ssd_gib`) if there is not room for one, ValueError for sizes that
-    are not multiples of 4 KiB.
+    Raises ConfigError (`ssd_gib`) if there is not room for one artifact of each type.
     """
-    if not slot_bytes or any(size <= 0 or size % BLOCK_BYTES for size in slot_bytes.values()):
-        raise ValueError(f"slot sizes must be multiples of {BLOCK_BYTES} bytes: {slot_bytes}")
     room = ssd_bytes - min(_WAL_BYTES, ssd_bytes // 16)
-    slots = room // sum(size + _ROW_BYTES for size in slot_bytes.values())
-    if slots < 1:
-        smallest = sum(slot_bytes.values()) * 17 // 16 + _ROW_BYTES * len(slot_bytes)
+    # The bundle with the smallest slots has the most rows.
+    smallest = min(
+        sum(padded(slot_bytes[t]) for t in bundle) / len(bundle)
+        for bundle in bundles_of(slot_bytes)
+    )
+    share = smallest / (smallest + _ROW_BYTES)
+    geometry = SlotGeometry.by_use(slot_bytes, int(room * share))
+    if not geometry.count:
+        least = geometry.chunk_bytes / share * 16 / 15
         raise ConfigError(
             "ssd_gib",
             f"{ssd_bytes / GIB:.3g} does not hold one artifact of each state type of this "
-            f"model; at least {smallest / GIB:.3g}, or leave ssd_dir out",
+            f"model; at least {least / GIB:.3g}, or leave ssd_dir out",
         )
-    return slots
+    return geometry
 
 
 def _explain(error: OSError, root: Path) -> ConfigError | StoreError:

@@ -3,7 +3,7 @@
 A SQLite file in WAL mode with synchronous=NORMAL: a committed transaction survives a
 killed process, and a power cut may lose the last ones but never tears the file. That is
 enough because of the order in which the store writes: slab bytes are down (`fdatasync`)
-before their row is committed, and a row is deleted, committed, before its slot is
+before their row is committed, and a row is deleted, committed, before any of its bytes are
 overwritten. So after a kill no row names a slot of other bytes; after a power cut some may, whose
 deletion was lost. Such a row fails its checksum, which costs a miss like a lost row.
 
@@ -16,14 +16,14 @@ Every method raises StoreError, never a bare sqlite3 error.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.errors import FormatError, StoreError
-from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.catalog.slot_geometry import SlotGeometry
 from hetero_connector.store.ssd.journal_connection import (
     SUFFIXES,
     Connect,
@@ -38,7 +38,6 @@ from hetero_connector.store.ssd.journal_format import (
     JournalMeta,
     JournalRow,
     RowValues,
-    SlabShape,
     as_row,
     layout_of,
     parse_meta,
@@ -93,7 +92,7 @@ class Journal:
         """Open the journal, or create it with `meta` if there is none.
 
         A damaged file is moved aside (`moved_aside`) and an empty journal takes its place.
-        The slots per state type are left as found (see `resize`); a description that
+        The slots are left as found (see `resize`); a description that
         `meta` has takes the place of the last one. `check`: read all of it, else damage may go
         unseen. Raises FormatError if it belongs to another format version, model or slot size,
         StoreError if it cannot be opened or created.
@@ -193,7 +192,7 @@ class Journal:
                 f"{self.meta.fingerprint.hex()}, this one is {wanted.fingerprint.hex()}); "
                 "use another ssd_dir, or delete this directory"
             )
-        if self.meta.slot_bytes != wanted.slot_bytes:
+        if self.meta.geometry.stride_bytes != wanted.geometry.stride_bytes:
             raise FormatError(
                 f"{self.path} describes other slots ({layout_of(self.meta)}) than these settings "
                 f"ask for ({layout_of(wanted)}); use the former chunk_tokens, another ssd_dir, "
@@ -208,17 +207,14 @@ class Journal:
             connection.executemany(_NOTE, meta.as_table().items())
         self.meta = meta
 
-    def resize(self, slots: Mapping[StateType, int]) -> None:
-        """Set the slots per state type; rows of slots that are no more are deleted."""
-        slabs = {t: SlabShape(slots[t], s.slot_bytes) for t, s in self.meta.slabs.items()}
-        meta = replace(self.meta, slabs=slabs)
+    def resize(self, geometry: SlotGeometry) -> int:
+        """Set the cut; return how many rows were deleted, whose slots are not in the same place."""
+        meta = replace(self.meta, geometry=geometry)
         with self._transaction() as connection:
-            connection.executemany(
-                "DELETE FROM artifacts WHERE state_type = ? AND slot >= ?",
-                ((t.value, count) for t, count in slots.items()),
-            )
+            deleted = self._forget_bytes_from(self.meta.geometry.common_bytes(geometry))
             connection.executemany(_NOTE, meta.as_table().items())
         self.meta = meta
+        return deleted
 
     def load(self) -> Iterator[JournalRow]:
         """Every row, parents before children. Rows that make no sense are left out."""
@@ -234,14 +230,10 @@ class Journal:
                 if checked is not None:
                     yield checked
 
-    def forget_slots_from(self, first: Mapping[StateType, int]) -> int:
-        """Delete the rows of these slots and all after them; return how many there were."""
-        with self._transaction() as connection:
-            deleted = connection.executemany(
-                "DELETE FROM artifacts WHERE state_type = ? AND slot >= ?",
-                ((t.value, slot) for t, slot in first.items()),
-            )
-            return deleted.rowcount
+    def forget_bytes_from(self, offset: int) -> int:
+        """Delete the rows of slots that end after `offset`; return how many there were."""
+        with self._transaction():
+            return self._forget_bytes_from(offset)
 
     def count(self) -> int:
         """Return the number of rows, those that make no sense included."""
@@ -343,6 +335,14 @@ class Journal:
         with sqlite_errors(self.path):
             self._connection.close()
             self._copy.close()
+
+    def _forget_bytes_from(self, offset: int) -> int:
+        cut = self.meta.geometry
+        deleted = self._connection.executemany(
+            "DELETE FROM artifacts WHERE state_type = ? AND slot >= ?",
+            [(t.value, cut.num_slots_in(t, offset)) for t in cut.stride_bytes],
+        )
+        return deleted.rowcount
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

@@ -14,8 +14,9 @@ from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, 
 from hetero_connector.errors import FormatError, StoreError
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.catalog.nodes import Artifact
+from hetero_connector.store.catalog.slot_geometry import SlotGeometry
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 WINDOW_REPLAY = "window_replay"
 """Key of a description: `REPLAY_EXACT` where the engine rebuilds windows by a replay, else why it
 does not. Journals of earlier releases lack it."""
@@ -32,6 +33,7 @@ class CorruptJournalError(StoreError):
         )
 
 
+_MAX_BYTES = 1 << 60
 _DIGEST = "digest"
 _DIGESTED = ("format_version", "fingerprint", "slabs", "description", "created")
 
@@ -72,37 +74,30 @@ class JournalRow:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SlabShape:
-    """The cut of a state type's slab file."""
-
-    slots: int
-    slot_bytes: int
-
-
 @dataclass(frozen=True)
 class JournalMeta:
     """The model whose state the directory holds, and the layout."""
 
     fingerprint: bytes
-    slabs: Mapping[StateType, SlabShape]
+    geometry: SlotGeometry
     description: Mapping[str, Any] = field(default_factory=dict)
     """For people and the tools: model name, dtype, chunk size, geometry. JSON values."""
     created: float = 0.0
     """Unix time, seconds."""
 
-    @property
-    def slot_bytes(self) -> dict[StateType, int]:
-        """Bytes of one slot by state type."""
-        return {t: s.slot_bytes for t, s in self.slabs.items()}
-
     def as_table(self) -> dict[str, str]:
         """The rows of the meta table."""
-        slabs = {t.value: [s.slots, s.slot_bytes] for t, s in self.slabs.items()}
+        cut = self.geometry
+        slabs = {
+            "count": cut.count,
+            "slot_bytes": {t.value: n for t, n in cut.stride_bytes.items()},
+            "zone_bytes": cut.zone_bytes,
+            "zones_bytes": cut.zones_bytes,
+        }
         table = {
             "format_version": str(FORMAT_VERSION),
             "fingerprint": self.fingerprint.hex(),
-            "slabs": json.dumps(slabs, sort_keys=True),
+            "slabs": json.dumps(slabs),
             "description": json.dumps(dict(self.description), sort_keys=True, default=str),
             "created": str(self.created),
         }
@@ -111,17 +106,17 @@ class JournalMeta:
     @classmethod
     def from_table(cls, table: Mapping[str, str]) -> JournalMeta:
         """Inverse of `as_table`. Raises the errors in `_UNREADABLE` if it is not one."""
-        slabs = {
-            StateType(name): SlabShape(int(slots), int(slot_bytes))
-            for name, (slots, slot_bytes) in json.loads(table["slabs"]).items()
-        }
-        if any(s.slots < 1 or s.slot_bytes < 1 for s in slabs.values()):
-            raise ValueError(f"slabs without slots: {table['slabs']}")
+        slabs = json.loads(table["slabs"])
+        strides = {StateType(name): int(size) for name, size in slabs["slot_bytes"].items()}
+        zones = int(slabs["zone_bytes"]), int(slabs["zones_bytes"])
+        geometry = SlotGeometry(int(slabs["count"]), strides, *zones)
+        if not (geometry.is_possible and geometry.size_bytes <= _MAX_BYTES):
+            raise ValueError(f"impossible slots: {table['slabs']}")
         description = json.loads(table["description"])
         if not isinstance(description, dict):
             raise ValueError(f"a description that is no JSON object: {description!r:.80}")
         fingerprint = bytes.fromhex(table["fingerprint"])
-        return cls(fingerprint, slabs, description, float(table["created"]))
+        return cls(fingerprint, geometry, description, float(table["created"]))
 
 
 _UNREADABLE = (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -164,7 +159,8 @@ RowValues = tuple[bytes, bytes, int, int, StateType, int, int, int, bytes, float
 
 def row_check(meta: JournalMeta) -> Callable[[tuple[Any, ...]], RowValues | None]:
     """Return the function that returns a row's values, or None if it makes no sense in `meta`."""
-    shapes = {t.value: (t, shape.slots, shape.slot_bytes) for t, shape in meta.slabs.items()}
+    cut = meta.geometry
+    shapes = {t.value: (t, cut.num_slots(t), size) for t, size in cut.stride_bytes.items()}
 
     def check(values: tuple[Any, ...]) -> RowValues | None:
         chunk, parent, start, end, name, slot, generation, size, digest, when, reuse = values
@@ -206,6 +202,4 @@ def as_row(values: RowValues) -> JournalRow:
 
 def layout_of(meta: JournalMeta) -> str:
     """For error messages."""
-    return ", ".join(
-        f"{t.value} {s.slots} slots of {s.slot_bytes} bytes" for t, s in meta.slabs.items()
-    )
+    return ", ".join(f"{t.value} of {n} bytes" for t, n in meta.geometry.stride_bytes.items())

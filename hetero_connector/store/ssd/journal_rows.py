@@ -93,7 +93,7 @@ class JournalRows:
         return True
 
     def forget(self, ended: Ended) -> None:
-        """Delete the rows of what was forgotten; then their slots are free.
+        """Delete the rows of what was forgotten; then their slots may be written.
 
         After an error it is tried again a second later.
         """
@@ -114,7 +114,7 @@ class JournalRows:
         self._forget(ended, make_sure)
 
     def record(self, rows: Sequence[JournalRow], ended: Ended) -> None:
-        """Sync the slabs, then add rows. Their bytes must have been written."""
+        """Sync the slab, then add rows. Their bytes must have been written."""
         directory = self.directory
 
         def call() -> None:
@@ -212,8 +212,8 @@ class JournalRows:
 def _forget(journal: Journal, rows: RowsToForget) -> None:
     if rows.cleared_for is not None:
         journal.clear(rows.cleared_for)
-    elif rows.slots:
-        journal.forget([x.id for x in rows.slots])
+    elif rows.ids:
+        journal.forget(rows.ids)
 
 
 def _touch(journal: Journal, used: Sequence[tuple[ArtifactId, float, int]]) -> None:

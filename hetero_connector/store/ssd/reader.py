@@ -14,7 +14,7 @@ from hetero_connector.store.catalog.nodes import Artifact
 from hetero_connector.store.catalog.slot_geometry import padded
 from hetero_connector.store.checksums import Checksums
 from hetero_connector.store.ssd.health import ReadHealth
-from hetero_connector.store.ssd.tier import Ssd
+from hetero_connector.store.ssd.tier import SLAB, Ssd
 from hetero_connector.transfer.base import Direction, Extent, Transfer, TransferState
 
 logger = logging.getLogger("vllm.heterocache")
@@ -169,8 +169,8 @@ class SsdReads:
         assert load.target is not None
         assert tiers.ssd is not None
         return Extent(
-            self._ssd.file_of(load.origin.state_type),
-            tiers.ssd.slab_offset(load.origin),
+            SLAB,
+            tiers.ssd.offset(load.origin),
             tiers.dram.offset(load.target),
             padded(load.size_bytes),
         )

@@ -27,15 +27,17 @@ JOURNAL_NAME = "journal.sqlite"
 LOCK_NAME = "lock"
 OPENING_LOCK_NAME = ".lock"
 """The lock of an ssd_dir itself, held while an engine opens a directory in it."""
-SLAB_SUFFIX = ".slab"
+SLAB_NAME = "slots.slab"
 _READERS_WAIT_S = 2.0
 """Peers that adopt from a directory release its lock after an artifact when an engine starts."""
 _FULL = 7 / 8
 """An engine takes nearly all of its ssd_gib; the rest is too small for another tier."""
 _MODEL_DIRECTORY = re.compile(r"[0-9a-f]{16}")
-_SLABS = "|".join(re.escape(f"{t.value}{SLAB_SUFFIX}") for t in StateType)
+_FORMER_SLABS = "|".join(re.escape(f"{t.value}.slab") for t in StateType)
+"""The files of releases that had one for each state type."""
 _OURS = re.compile(
-    rf"lock|generation(\.new)?|journal\.sqlite(-wal|-shm)?|journal\.corrupt-.*|{_SLABS}"
+    r"lock|generation(\.new)?|journal\.sqlite(-wal|-shm)?|journal\.corrupt-.*|"
+    rf"{re.escape(SLAB_NAME)}|{_FORMER_SLABS}"
 )
 _SQLITE_MAGIC = b"SQLite format 3\0"
 
@@ -198,7 +200,7 @@ def _remove(victim: ModelDirectory) -> bool:
             size_text(victim.disk_bytes),
         )
 
-        # The journal first: interrupted, this leaves slabs that nothing refers to, and no rows
+        # The journal first: interrupted, this leaves a slab that nothing refers to, and no rows
         # without the generation that they belong to.
         def order(name: str) -> tuple[bool, bool, str]:
             return name == LOCK_NAME, name != JOURNAL_NAME, name

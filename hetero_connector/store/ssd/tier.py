@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, SlotRef, Tier
-from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.catalog.nodes import Artifact
 from hetero_connector.store.catalog.tiers import Tiers
 from hetero_connector.store.garbage import frozen_load
@@ -22,7 +21,9 @@ from hetero_connector.transfer.choose import choose_file_transfer
 logger = logging.getLogger("vllm.heterocache")
 
 OpenTransfer = Callable[[npt.NDArray[np.uint8], SsdDirectory], FileTransfer]
-"""Makes the transfer between the arena's bytes and the directory's slab files."""
+"""Makes the transfer between the arena's bytes and the directory's slab file."""
+SLAB = 0
+"""The transfer's only file."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,6 @@ class Ssd:
 
     directory: SsdDirectory
     transfer: FileTransfer
-
-    def file_of(self, state_type: StateType) -> int:
-        """Which of the transfer's files is the slab of `state_type`."""
-        return self.directory.file_of(state_type)
 
 
 def best_transfer(memory: npt.NDArray[np.uint8], directory: SsdDirectory) -> FileTransfer:
@@ -75,8 +72,8 @@ def adopt_journal(directory: SsdDirectory, tiers: Tiers) -> None:
 def adopt_rows(rows: Iterable[RowValues], tiers: Tiers) -> list[ArtifactId]:
     """Put rows, parents first, into an empty SSD tier; return those that contradict another one.
 
-    Two rows contradict each other if they name one chunk or one slot differently. The fleet is not
-    told here: an engine that joins one lists all it has.
+    Two rows contradict each other if they name one chunk differently, or the same bytes. The fleet
+    is not told here: an engine that joins one lists all it has.
     """
     pool, index = tiers.ssd, tiers.index
     assert pool is not None

@@ -14,13 +14,12 @@ from enum import Enum, auto
 
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.catalog.catalog import Catalog
-from hetero_connector.store.catalog.nodes import Artifact
 from hetero_connector.store.catalog.slot_geometry import padded
 from hetero_connector.store.catalog.writes import Write
 from hetero_connector.store.ssd.health import WriteHealth
 from hetero_connector.store.ssd.journal_format import JournalRow
 from hetero_connector.store.ssd.journal_rows import JournalRows
-from hetero_connector.store.ssd.tier import Ssd
+from hetero_connector.store.ssd.tier import SLAB, Ssd
 from hetero_connector.transfer.base import Direction, Extent, Transfer, TransferState
 
 _DEADLINE_S = 60.0
@@ -32,14 +31,14 @@ class _Phase(Enum):
     """The journal forgets the rows of what was evicted."""
     WRITING = auto()
     COMMITTING = auto()
-    """The slabs are synced and journal rows added."""
+    """The slab is synced and journal rows added."""
     DONE = auto()
 
 
 class WriteBatch:
     """Artifacts that are written together."""
 
-    def __init__(self, device: SsdWrites, admitted: Sequence[Artifact]) -> None:
+    def __init__(self, device: SsdWrites, admitted: Sequence[Write]) -> None:
         self.phase = _Phase.PREPARING
         self.writes: Sequence[Write] = ()
         self.is_late = False
@@ -95,7 +94,7 @@ class WriteBatch:
     def _write(self) -> None:
         if self.phase is not _Phase.PREPARING:
             return
-        self.writes = self._device.catalog.place_writes(self._admitted)
+        self.writes = self._device.catalog.begin_writes(self._admitted)
         if not self.writes:
             self.phase = _Phase.DONE
             return
@@ -232,8 +231,8 @@ class SsdWrites:
         tiers = self.catalog.tiers
         assert tiers.ssd is not None
         return Extent(
-            self._ssd.file_of(write.artifact.state_type),
-            tiers.ssd.slab_offset(write.target),
+            SLAB,
+            tiers.ssd.offset(write.target),
             tiers.dram.offset(write.source),
             padded(write.artifact.size_bytes),
         )
