@@ -15,6 +15,10 @@ export HF_HUB_OFFLINE := 1
 ON_ENGINE := -n 2 --dist loadgroup --no-loadscope-reorder
 
 ON_SECOND_RUNNER := $(addprefix tests/engine/test_,exactness.py async_scheduling.py situations.py full_steps.py draft_models.py)
+SECOND_RUNNER := PYTHONPATH=tests/second_runner $(RUN) -m pytest -q -p second_runner
+SLOW_ON_SECOND_RUNNER := $(addprefix tests/engine/test_,exact_matrix.py soak.py random_sampling.py replay.py full_steps.py fleet.py fleet_faults.py)
+# Run again with copies as late as may be, and with FULL graphs.
+IN_ADVERSITY := $(addprefix tests/engine/test_,exactness.py exact_matrix.py soak.py pressure.py replay_pressure.py)
 # With torch for CUDA and Triton; for gpu-serve with vLLM for CUDA and this package, too.
 GPU_PYTHON ?= python3
 ON_GPU := env -u OMP_NUM_THREADS PYTHONPATH=.:cuda $(GPU_PYTHON)
@@ -49,8 +53,7 @@ test-engine: venv  ## Tests on the real engine
 	$(RUN) -m pytest -q $(ON_ENGINE) --durations=12 -m "engine and not slow"
 
 test-second-runner: venv  ## Engine tests on vLLM's second model runner, the default on CUDA
-	PYTHONPATH=tests/second_runner $(RUN) -m pytest -q $(ON_ENGINE) -p second_runner -m "engine and not slow" \
-		-k "not (deepseek_v4 or gptoss)" $(ON_SECOND_RUNNER)
+	$(SECOND_RUNNER) $(ON_ENGINE) -m "engine and not slow" -k "not (deepseek_v4 or gptoss)" $(ON_SECOND_RUNNER)
 
 test-newer-vllm: venv  ## Engine tests on vLLM 0.33, its Python files over the CPU kernels here
 	$(NEWER_VLLM) pytest -q tests/test_vllm_api.py tests/test_vllm_types.py
@@ -63,7 +66,10 @@ test-search: venv  ## The fast tests, property tests with new examples
 
 test-slow: venv  ## Long soaks, many kill -9, the complete exactness matrix
 	$(RUN) -m pytest -q -m slow
-	PYTHONPATH=tests/second_runner $(RUN) -m pytest -q -p second_runner -m "engine and not slow" tests/engine
+	$(RUN) -m pytest -q --adversarial-device -m "engine and not slow" $(IN_ADVERSITY)
+	$(SECOND_RUNNER) -m "engine and not slow" tests/engine
+	$(SECOND_RUNNER) --full-decodes -m "engine and not slow" -k "not deepseek_v4" $(IN_ADVERSITY)
+	$(SECOND_RUNNER) -m slow $(SLOW_ON_SECOND_RUNNER)
 
 test-faults: venv  ## A thousand seeded rounds of faults, another seed each day
 	$(RUN) -m tests.faults.campaign --rounds 1000

@@ -44,7 +44,7 @@ BF16_MODELS = ("deepseek_v4", "qwen3_next")
 
 @dataclass(frozen=True)
 class Completion:
-    """Greedy tokens, each with the logprobs of the whole vocabulary."""
+    """Tokens, greedy if not said otherwise, each with the logprobs of the whole vocabulary."""
 
     tokens: list[int]
     logprobs: np.ndarray
@@ -113,12 +113,11 @@ def generate_batch(
     from vllm import SamplingParams
 
     parameters = SamplingParams(
-        temperature=0.0,
         max_tokens=max_tokens,
         ignore_eos=True,
         detokenize=False,
         logprobs=-1,
-        **sampling,
+        **{"temperature": 0.0, **sampling},
     )
     inputs = [
         prompt if isinstance(prompt, Mapping) else {"prompt_token_ids": list(prompt)}

@@ -243,11 +243,23 @@ def test_a_request_that_skips_the_cache_restores_nothing(llm: Any, reference: Co
     assert generate(llm, PROMPT).num_cached_tokens == boundary(llm, len(PROMPT))
 
 
-def test_several_samples_of_one_prompt(llm: Any, reference: Completion) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"top_k": 20, "top_p": 0.9},
+        {"min_p": 0.1},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+    ],
+    ids="-".join,
+)
+def test_several_samples_of_one_prompt(
+    llm: Any, reference: Completion, options: dict[str, Any]
+) -> None:
     from vllm import SamplingParams
 
     parameters = SamplingParams(
-        n=3, temperature=1.0, seed=5, max_tokens=12, ignore_eos=True, detokenize=False
+        n=3, temperature=1.0, seed=5, max_tokens=12, ignore_eos=True, detokenize=False, **options
     )
 
     def samples() -> list[list[int]]:

@@ -88,16 +88,16 @@ def restored(server: Server, prompt: Sequence[int], answer: Reply) -> float:
 class Asked(threading.Thread):
     """A request that is running."""
 
-    def __init__(self, server: Server, prompt: Sequence[int]) -> None:
+    def __init__(self, server: Server, prompt: Sequence[int], max_tokens: int = MAX_TOKENS) -> None:
         super().__init__(daemon=True)
-        self._ask = (server, prompt)
+        self._ask = (server, prompt, max_tokens)
         self.reply: Reply | None = None
 
     def run(self) -> None:
-        server, prompt = self._ask
+        server, *ask = self._ask
         # The connection may break with the server; whatever that looks like is no answer.
         with suppress(OSError, RuntimeError, ValueError, http.client.HTTPException):
-            self.reply = server.complete(prompt, MAX_TOKENS)
+            self.reply = server.complete(*ask)
 
     def answered(self) -> Reply:
         self.join(120)
@@ -114,22 +114,22 @@ def test_a_rank_stopped_for_longer_than_the_deadlines_changes_no_answer(
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         until("it is stored", lambda p=prompt, a=answer: restored(server, p, a) > 0)  # type: ignore[misc]
     saved: list[Reply] = []
-    blocked = 0
+    stopped = ranks_of(server)[rank]
     for prompt in fresh:
         server.reset_prefix_cache()
         asked = [Asked(server, p) for p in (*PROMPTS, prompt)]
-        for thread in asked:
+        long = Asked(server, prompt[:100], max_tokens=300)
+        for thread in (*asked, long):
             thread.start()
-        time.sleep(rng.random() * 0.3)
-        stopped = ranks_of(server)[rank]
+        time.sleep(rng.random() * 0.1)
         stopped.send_signal(signal.SIGSTOP)
         time.sleep(STOPPED_S)
-        blocked += sum(thread.reply is None for thread in asked)
+        assert long.reply is None, "nothing was under way: the test shows nothing"
         stopped.send_signal(signal.SIGCONT)
         for thread, answer in zip(asked, answers, strict=False):
             same(thread.answered(), answer)
         saved.append(asked[-1].answered())
-    assert blocked > 0, "nothing was under way when it was stopped: the test shows nothing"
+        long.answered()
     for prompt, reply in zip(fresh, saved, strict=True):
         own = own_answer(server, prompt)
         same(reply, own)

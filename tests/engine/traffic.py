@@ -7,7 +7,7 @@ answer; `play` repeats that traffic on another engine with everything going on a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -24,6 +24,14 @@ class Ask:
     prompt: tuple[int, ...]
     max_tokens: int
     abort_after: int | None = None
+    seed: int | None = None
+    """Of random tokens; None for greedy ones."""
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        if self.seed is None:
+            return {"temperature": 0.0}
+        return {"temperature": 1.0, "top_p": 0.95, "seed": self.seed}
 
 
 @dataclass(frozen=True)
@@ -49,8 +57,8 @@ class Traffic:
         return [ask for round_ in self.rounds for ask in round_.asks]
 
 
-def record(llm: Any, seed: int, num_rounds: int) -> Traffic:
-    """Invent traffic; every answer is computed cold and alone."""
+def record(llm: Any, seed: int, num_rounds: int, *, sampled: bool = False) -> Traffic:
+    """Invent traffic; every answer is computed cold and alone. `sampled`: its tokens are random."""
     rng, traffic = Random(seed), Traffic()
     systems = [prompt_tokens(n, seed=seed * 100 + n) for n in (540, 810)]
     sessions = [list(rng.choice(systems)) for _ in range(_SESSIONS)]
@@ -59,10 +67,12 @@ def record(llm: Any, seed: int, num_rounds: int) -> Traffic:
         crowd = number % 3 == 1  # often enough that blocks run short in a few rounds
         for index in rng.sample(range(_SESSIONS), 6 if crowd else rng.randint(2, 6)):
             ask = _long_ask(rng, sessions[index]) if crowd else _next_ask(rng, sessions[index])
+            if sampled:
+                ask = replace(ask, seed=len(traffic.answers))
             answer = None
             if ask.abort_after is None:
                 llm.reset_prefix_cache()
-                answer = generate(llm, ask.prompt, ask.max_tokens)
+                answer = generate(llm, ask.prompt, ask.max_tokens, **ask.sampling)
                 sessions[index] = [*ask.prompt, *answer.tokens]
             if len(sessions[index]) > _MAX_PROMPT_TOKENS:
                 sessions[index] = list(rng.choice(systems))
@@ -115,12 +125,12 @@ def _play_round(
     engine, names = llm.llm_engine, [f"{number}-{i}" for i in range(len(round_.asks))]
     for name, ask in zip(names, round_.asks, strict=True):
         parameters = SamplingParams(
-            temperature=0.0,
             max_tokens=ask.max_tokens,
             ignore_eos=True,
             detokenize=False,
             logprobs=-1,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            **ask.sampling,
         )
         engine.add_request(name, {"prompt_token_ids": list(ask.prompt)}, parameters)
     done, step = {}, 0
