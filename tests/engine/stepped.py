@@ -50,7 +50,7 @@ class Engine:
         parking: Parking = "never",
         **store: Any,
     ) -> None:
-        """`parking`: "never" or "always"."""
+        """`parking`: `ask` checks the answers for "never" and "always" only."""
         self.parking = parking
         self.asks_again = fleet is not None
         self.layout = ArtifactLayout(model, CHUNK)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -135,6 +136,31 @@ def test_an_engine_that_only_waits_for_reports_pauses(
     dense.report(meta)
     dense.order()
     assert len(pauses) == 1, "nothing is awaited"
+
+
+def test_a_load_that_takes_longer_than_a_decode_step_parks_its_request() -> None:
+    """As on CUDA, where other requests go on meanwhile."""
+    engine = Engine(DENSE, parking="long")
+    engine.run(FakeRequest("a", tokens(200)))
+    for _ in range(9):
+        engine.costs.load.observe(Tier.DRAM, {KV: 4096.0}, seconds=5.0)
+        engine.costs.load.observe(Tier.DRAM, {KV: 3 * 4096.0}, seconds=15.0)
+
+    def answer(name: str) -> tuple[int | None, bool]:
+        request: Any = FakeRequest(name, tokens(200))
+        answered = engine.side.match(request, 0)
+        engine.side.on_finished(request, ([], []))
+        return answered
+
+    assert answer("b") == (192, False), "no one else waits for it"
+    other = FakeRequest("o", tokens(70, seed=3))
+    engine.admit(other)
+    engine.step(o=70)
+    assert answer("c") == (192, True)
+    engine.finish(other)
+    engine.step()
+    assert answer("d") == (192, False)
+    engine.side.close()
 
 
 def test_two_requests_at_once_save_a_shared_chunk_once(dense: Engine) -> None:
