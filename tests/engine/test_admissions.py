@@ -124,17 +124,16 @@ def test_a_parked_load_runs_before_the_forward_that_does_not_wait_for_it(
     end(engine, request)
 
 
-def test_an_idle_engine_goes_on_until_the_load_of_an_aborted_request_is_reported(
+def test_what_is_loaded_for_an_aborted_request_stays_pinned_until_the_report(
     engine_of: Engines,
 ) -> None:
-    """vLLM keeps its blocks until then."""
+    """vLLM keeps its blocks until then, too."""
     engine, request = engine_of(DENSE, parking="always"), FakeRequest("b", tokens(200))
     meta = park(engine, request)
     assert end(engine, request).early_saves == [], "its pages may not be loaded yet"
-    assert engine.side.has_work
     assert in_use(engine)
     engine.report(meta)
-    assert not engine.side.has_work
+    assert not in_use(engine)
 
 
 def test_a_request_waits_for_a_parked_one_that_loads_the_same(engine_of: Engines) -> None:

@@ -147,7 +147,8 @@ def test_requests_with_one_prompt_share_the_pages_of_one_parked_load(
 def test_the_pages_of_an_aborted_request_are_free_when_its_load_has_ended(
     llm: Any, reference: Completion
 ) -> None:
-    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
     free = pool.get_num_free_blocks()
     with held_loads() as loads:
         request_id = add(llm, PROMPT)
@@ -155,9 +156,9 @@ def test_the_pages_of_an_aborted_request_are_free_when_its_load_has_ended(
         llm.llm_engine.abort_request([request_id])
         step(llm, 2)
         assert pool.get_num_free_blocks() < free
-        assert scheduler_side(llm).has_work, "an idle engine would not learn that it has ended"
+        assert scheduler.has_requests(), "an idle engine would not learn that it has ended"
         loads.release()
-        settle(llm)
+        step(llm)
     assert pool.get_num_free_blocks() == free
     forget_local(llm)
     same(generate(llm, PROMPT, max_tokens=8), reference)

@@ -287,8 +287,7 @@ class SchedulerSide:
     @property
     def has_work(self) -> bool:
         """True while the engine must step: a worker's report is to arrive, or news to leave."""
-        awaits_reports = self._saver.awaits_reports or bool(self._admissions.loading)
-        return awaits_reports or bool(self._early) or self.idle_steps.is_due
+        return self._saver.awaits_reports or bool(self._early) or self.idle_steps.is_due
 
     def close(self) -> None:
         """Leave the fleet, write sealed artifacts to SSD and release the tiers. Idempotent.
