@@ -4,6 +4,7 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 STAMP  := $(VENV)/.heterocache-setup
 DOCS   := .venv-docs
+RAY    := $(CURDIR)/.cache/ray
 
 # An engine on few cores: see examples/serving.py.
 export OMP_NUM_THREADS := 1
@@ -25,7 +26,7 @@ ON_GPU := env -u OMP_NUM_THREADS PYTHONPATH=.:cuda $(GPU_PYTHON)
 
 NEWER_VLLM := $(RUN) scripts/with_vllm.py 0.33.0
 
-.PHONY: help venv demo check test test-fast test-engine test-second-runner test-newer-vllm test-search test-slow test-faults lint format bench gpu-check gpu-serve docs clean
+.PHONY: help venv demo check test test-fast test-engine test-second-runner test-newer-vllm test-ray test-search test-slow test-faults lint format bench gpu-check gpu-serve docs clean
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -60,6 +61,13 @@ test-newer-vllm: venv  ## Engine tests on vLLM 0.33, its Python files over the C
 	$(NEWER_VLLM) pytest -q $(ON_ENGINE) -m "engine and not slow"
 	PYTHONPATH=tests/second_runner $(NEWER_VLLM) pytest -q $(ON_ENGINE) -p second_runner -m "engine and not slow" \
 		-k "not (deepseek_v4 or gptoss)" $(ON_SECOND_RUNNER)
+
+test-ray: venv $(RAY)/.stamp  ## Workers that Ray starts, on one host
+	PYTHONPATH=$(RAY) $(RUN) -m pytest -q tests/engine/test_ray.py
+
+$(RAY)/.stamp:
+	$(RUN) -m pip install -qq --disable-pip-version-check --no-deps --target $(RAY) "ray==2.60.0"
+	@touch $@
 
 test-search: venv  ## The fast tests, property tests with new examples
 	$(RUN) -m pytest -q -n 2 --dist worksteal -m "not engine and not slow" --hypothesis-profile=search

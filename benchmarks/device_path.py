@@ -141,7 +141,7 @@ def worker_on_stand_ins(layout: ArtifactLayout) -> Iterator[tuple[Any, Any, Coun
             pages[layer.layer] = torch.empty(shape, dtype=torch.uint8, device="meta")
             pages[layer.layer] = pages[layer.layer][:, : layer.page_bytes]
         side.register(pages)
-        side.attach(arena.handle)
+        side.attach(arena.handle, layout)
         yield side, arena, counts
         counts_of_close = counts.syncs
         side.close()

@@ -142,7 +142,7 @@ class _TypeCopies:
         self._ranges = {
             x.group: x.pages_needed(start, last.end) for x in layout.model.page_groups[state_type]
         }
-        self._planner = CopyPlanner(layout, 0)
+        self._planner = CopyPlanner(layout, 0, {x.layer for x in layout.model.layers})
         self._device = HostDevice()
         self._device.attach(self._arena, 0)
         self._layers = [x.layer for x in layout.model.layers_of(state_type)]

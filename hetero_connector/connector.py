@@ -59,13 +59,14 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler = self._worker = None
         self._closing = threading.Lock()
         """Held while a side is closed: by vLLM's thread, or by the one that watches the parent."""
-        self._engine_id = str(self._kv_transfer_config.engine_id)
+        self._engine = rendezvous.engine_name(vllm_config)
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = open_scheduler_side(
                 vllm_config, kv_cache_config, self._config, self._recorder
             )
             if self._scheduler:
-                rendezvous.publish_arena(self._engine_id, self._scheduler.store.arena.handle)
+                arena = self._scheduler.store.arena.handle
+                rendezvous.publish_arena(self._engine, arena, self._scheduler.layout)
             watch_parent(self._release)
         else:
             self._worker = open_worker_side(
@@ -106,9 +107,9 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         Raises StoreError if the arena cannot be mapped: an engine that can load nothing must not
         start.
         """
-        arena = rendezvous.find_arena(self._engine_id) if self._worker else None
-        if self._worker and arena:
-            self._worker.attach(arena)
+        found = rendezvous.find_arena(self._engine) if self._worker else None
+        if self._worker and found:
+            self._worker.attach(*found)
 
     def unregister_kv_caches(self) -> None:
         """Let every copy end: vLLM (from 0.33) is about to release the memory of the pages.
@@ -124,6 +125,8 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         """Begin the step. This is its first hook: freed pages still hold their state."""
         if self._worker:
             assert isinstance(kv_connector_metadata, StepMetadata)
+            if not self._worker.is_attached:  # inside a MultiConnector there may be no handshake
+                self.get_handshake_metadata()
             self._worker.begin_step(kv_connector_metadata)
 
     @is_a_miss(lambda: None)
@@ -280,7 +283,7 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
                     side.close()
             self._worker = self._scheduler = None
         if self._role is KVConnectorRole.SCHEDULER:
-            rendezvous.withdraw_arena(self._engine_id)
+            rendezvous.withdraw_arena(self._engine)
 
     @is_a_miss(lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:

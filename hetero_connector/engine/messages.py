@@ -17,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from hetero_connector.spec import StateType
-from hetero_connector.store.arena import ArenaHandle
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,6 @@ class StepTiming(NamedTuple):
 class StepMetadata(KVConnectorMetadata):
     """The orders for one step, from the scheduler side to the worker side."""
 
-    arena: ArenaHandle | None = None
     loads: list[Load] = field(default_factory=list)
     lost: list[LostLoad] = field(default_factory=list)
     """The worker reports these to vLLM: the scheduler side has no way to."""
@@ -156,7 +154,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     saved: Counter[int] = field(default_factory=Counter)
     loaded: Counter[int] = field(default_factory=Counter)
     timings: list[StepTiming] = field(default_factory=list)
-    """Times measured by one rank: all ranks do the same work."""
+    """The longest of several ranks' times of a step: the slowest pipeline stage sets the pace."""
     timed_step: int | None = None
     """The step of this report, if it is timed. A device may finish its timing later."""
     unsaved: Counter[int] = field(default_factory=Counter)
@@ -172,6 +170,15 @@ class WorkerReport(KVConnectorWorkerMetadata):
             unsaved=self.unsaved + other.unsaved,
             loaded=self.loaded + other.loaded,
             broken=self.broken or other.broken,
-            timings=self.timings or other.timings,
+            timings=_longest(self.timings, other.timings),
             timed_step=other.timed_step if self.timed_step is None else self.timed_step,
         )
+
+
+def _longest(one: Sequence[StepTiming], other: Sequence[StepTiming]) -> list[StepTiming]:
+    """Return the longest time of each step of two ranks."""
+    found: dict[int, StepTiming] = {}
+    for step, forward_s, load_s in (*one, *other):
+        known = found.get(step, StepTiming(step, 0.0, 0.0))
+        found[step] = StepTiming(step, max(forward_s, known.forward_s), max(load_s, known.load_s))
+    return list(found.values())

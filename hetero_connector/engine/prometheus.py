@@ -5,7 +5,6 @@ A `metrics.Recorder` collects them in each process.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,27 +24,9 @@ from hetero_connector.metrics import (
     merge,
     split_key,
 )
-from hetero_connector.units import MIB
 
 BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 100)
 """Bounds of all histograms, in seconds. Ray refuses bounds that are not positive."""
-
-
-_LOGGED = {
-    "heterocache_hit_tokens": ("hit tokens", "tier"),
-    "heterocache_decisions": ("decided to", "choice"),
-    "heterocache_lost_restores": ("lost restores", ""),
-    "heterocache_restored_bytes": ("restored MiB", ""),
-    "heterocache_saved_bytes": ("saved MiB", ""),
-    "heterocache_ssd_written_bytes": ("written to SSD MiB", ""),
-    "heterocache_ssd_writes_refused": ("SSD writes refused", ""),
-    "heterocache_prefetches": ("prefetches", "outcome"),
-    "heterocache_evictions": ("evictions", "tier"),
-    "heterocache_failures": ("failures", "cause"),
-    "heterocache_hook_errors": ("hook errors", "hook"),
-    "heterocache_bytes": ("stored MiB", "tier"),
-}
-"""The title and the label of each metric in vLLM's periodic log line, in the line's order."""
 
 
 @dataclass
@@ -63,19 +44,16 @@ class HeteroStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the figures of vLLM's periodic log line, added up over all other labels."""
-        sums: defaultdict[str, float] = defaultdict(float)
-        for kind in (COUNTERS, GAUGES):
-            for key, value in self.data.get(kind, {}).items():
-                name, labels = split_key(key)
-                if name in _LOGGED:
-                    title, label = _LOGGED[name]
-                    sums[f"{title} {labels[label]}" if label else title] += value
-        order = [title for title, _ in _LOGGED.values()]
-        return {
-            name: round(value / MIB, 1) if " MiB" in name else round(value)
-            for name, value in sorted(sums.items(), key=lambda x: _place(order, x[0]))
-        }
+        """Return the counters for vLLM's periodic log line."""
+        counters = self.data.get(COUNTERS, {})
+        line: dict[str, int | float] = {}
+        for key, value in counters.items():
+            name, labels = split_key(key)
+            short = name.removeprefix("heterocache_")
+            if "tier" in labels:
+                short += f" {labels['tier']}"
+            line[short] = line.get(short, 0) + value
+        return line
 
     def is_empty(self) -> bool:
         return not self.data
@@ -114,10 +92,6 @@ class HeteroPromMetrics(KVConnectorPromMetrics):
         name, labels = split_key(key)
         values = [labels[label] for label in METRICS[name].labels]
         return self._series[name].labels(*self.per_engine_labelvalues[engine_idx], *values)
-
-
-def _place(order: list[str], name: str) -> int:
-    return next(place for place, title in enumerate(order) if name.startswith(title))
 
 
 def _unregister_earlier() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from random import Random
@@ -21,8 +22,11 @@ import torch  # noqa: E402 - it reads the environment
 from tests.engine import harness  # noqa: E402
 from tests.engine.groups import group_of  # noqa: E402
 
+collect_ignore = []
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":  # see tests/second_runner
-    collect_ignore = ["test_full_steps.py", "test_random_sampling.py"]
+    collect_ignore += ["test_full_steps.py", "test_random_sampling.py"]
+if importlib.util.find_spec("ray") is None:  # see `make test-ray`
+    collect_ignore.append("test_ray.py")
 
 torch.set_num_threads(1)  # the variable is too late when another test imported torch
 

@@ -89,7 +89,7 @@ def copy_pages(
     device: Device, layout: ArtifactLayout, rank: int, copy: PageCopy, *, save: bool
 ) -> None:
     """Save or load on one rank."""
-    planner = CopyPlanner(layout, rank)
+    planner = CopyPlanner(layout, rank, {x.layer for x in layout.model.layers})
     layers = [x.layer for x in layout.model.layers]
     if save:
         device.prepare_saves(planner.plan_saves([copy]))(layers)

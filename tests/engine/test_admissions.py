@@ -312,7 +312,7 @@ def test_a_rank_may_report_a_second_load_before_another_reports_the_first(
 ) -> None:
     """On CUDA reports come when copies have ended; the request was preempted in between."""
     engine, request = engine_of(DENSE), FakeRequest("b", tokens(200))
-    engine.side._admissions._tp_size = 2
+    engine.side._admissions._num_ranks = 2
     numbers = []
     for _ in range(2):
         request.num_computed_tokens = 0

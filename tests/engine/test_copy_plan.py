@@ -58,6 +58,7 @@ MODEL = ModelSpec(
     tp_size=2,
 )
 LAYOUT = ArtifactLayout(MODEL, CHUNK)
+NAMES = {x.layer for x in MODEL.layers}
 
 
 def strided_cache(layer: LayerSpec, fill: int) -> torch.Tensor:
@@ -182,7 +183,7 @@ def test_all_whole_chunks_of_a_prompt_are_one_plan() -> None:
     slot = LAYOUT.max_bytes[KV]
     span = ArtifactSpan(KV, 0, 3 * CHUNK, CHUNK, [0, slot, 2 * slot])
     load = Load("a", [span], {(KV, 0): Blocks(0, list(range(1, 13)))}, parked=False)
-    (plan,) = CopyPlanner(LAYOUT, 0).plan_loads([load])
+    (plan,) = CopyPlanner(LAYOUT, 0, NAMES).plan_loads([load])
     assert [x.layer.layer for x in plan.segments] == ["full.a", "full.b"]
     assert plan.offsets.tolist() == [0, slot, 2 * slot]
     (ids,) = plan.block_ids
@@ -194,7 +195,7 @@ def test_loads_of_one_shape_are_one_plan() -> None:
         span = ArtifactSpan(KV, 0, CHUNK, CHUNK, [offset])
         return Load(name, [span], {(KV, 0): Blocks(0, blocks)}, parked=False)
 
-    (plan,) = CopyPlanner(LAYOUT, 0).plan_loads(
+    (plan,) = CopyPlanner(LAYOUT, 0, NAMES).plan_loads(
         [load("a", 4096, [1, 2, 3, 4]), load("b", 0, [8, 7, 6, 5])]
     )
     assert plan.offsets.tolist() == [4096, 0]

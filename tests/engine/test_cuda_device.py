@@ -68,7 +68,7 @@ class Worker:
             for x in layout.model.layers
         }
         self.side.register(self.caches)
-        self.side.attach(self.arena.handle)
+        self.side.attach(self.arena.handle, layout)
         self.at_start = list(cuda.calls)
         self.step(StepMetadata())
 
@@ -322,7 +322,7 @@ def test_an_arena_that_cannot_be_pinned_is_copied_through_a_buffer(worker: Worke
     every_page = CopyEngines(load_from_bytes=1, save_from_bytes=1)
     other = WorkerSide(LAYOUT, 0, NUM_BLOCKS, "on", Recorder(), copy_engines=every_page)
     other.register(worker.caches)
-    other.attach(worker.arena.handle)
+    other.attach(worker.arena.handle, LAYOUT)
     worker.side, pinned = other, worker.side
     saved = worker.pages(FIRST)
     assert ("cpu", "waits for", "saves") in worker.step(StepMetadata(saves=[save(FIRST)]))
@@ -343,5 +343,5 @@ def test_a_machine_without_a_driver_is_an_error_at_start(worker: Worker) -> None
         patch.object(Driver, "open", side_effect=missing),
         pytest.raises(StoreError, match=r"DRAM tier.*libcuda"),
     ):
-        other.attach(worker.arena.handle)
+        other.attach(worker.arena.handle, LAYOUT)
     other.close()

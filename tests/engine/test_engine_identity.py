@@ -305,8 +305,8 @@ def test_what_is_compiled_and_fused_is_part_of_it(
     assert identity(config).digest != before
 
 
-@pytest.mark.parametrize("option", ["pipeline", "decode_context", "prefill_context"])
-def test_ranks_that_hold_parts_of_tokens_or_layers_are_refused(
+@pytest.mark.parametrize("option", ["decode_context", "prefill_context"])
+def test_ranks_that_hold_parts_of_the_tokens_are_refused(
     config: Any, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
     monkeypatch.setattr(config.parallel_config, f"{option}_parallel_size", 2)

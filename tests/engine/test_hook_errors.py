@@ -43,11 +43,12 @@ class Both:
     @classmethod
     def make(cls, model: ModelSpec = DENSE) -> Both:
         engine = Engine(model)
-        side = WorkerSide(engine.layout, 0, NUM_BLOCKS, "on", engine.recorder)
+        recovers = len({x.group for x in model.layers}) == 1
+        side = WorkerSide(engine.layout, 0, NUM_BLOCKS, "on", engine.recorder, recovers=recovers)
         names = [x.layer for x in model.layers]
         caches = {x: torch.zeros((NUM_BLOCKS, 256), dtype=torch.uint8) for x in names}
         transfer = SimpleNamespace(kv_connector_extra_config={"dram_gib": 0.01}, engine_id="engine")
-        config: Any = SimpleNamespace(kv_transfer_config=transfer)
+        config: Any = SimpleNamespace(kv_transfer_config=transfer, instance_id="1")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(connector_module, "open_scheduler_side", lambda *_: engine.side)
             patch.setattr(connector_module, "open_worker_side", lambda *_: side)
@@ -57,6 +58,7 @@ class Both:
         tables: Any = engine.tables
         scheduler.bind_kv_cache_manager(tables)
         worker.register_kv_caches(caches)
+        worker.get_handshake_metadata()
         return cls(engine, scheduler, worker, caches)
 
     def step(self, rng: Random | None = None, **num_tokens: int) -> KVConnectorOutput:

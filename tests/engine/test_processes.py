@@ -135,14 +135,3 @@ with engine("dense-bf16", {"dram_gib": 0.1}) as llm:
     assert len(generate(llm, prompt_tokens(4), max_tokens=2).tokens) == 2
 """)
     assert ended.returncode == 0, ended.stdout[-4000:]
-
-
-@pytest.mark.slow
-def test_pipeline_parallel_is_refused_at_start(tmp_path: Path) -> None:
-    arguments = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
-    model = write_checkpoint("dense", CHECKPOINTS)
-    log = tmp_path / "server.log"
-    server = Server(model, log, kv_transfer_config(EXTRA), arguments)
-    with pytest.raises(RuntimeError, match="ended at start"):
-        server.start()
-    assert "set --pipeline-parallel-size 1" in log.read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -11,11 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from vllm.config import KVTransferConfig, VllmConfig
 
+from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.engine.startup import rendezvous
 from hetero_connector.engine.startup.rendezvous import (
     WorkerGeometry,
     collect_geometries,
+    engine_name,
     find_arena,
     publish_arena,
     publish_geometry,
@@ -25,6 +29,8 @@ from hetero_connector.errors import StoreError, UnsupportedModelError
 from hetero_connector.spec import ModelSpec
 from hetero_connector.store.arena import ArenaHandle
 from tests.engine.fakes import HYBRID
+
+LAYOUT = ArtifactLayout(HYBRID, 64)
 
 
 @pytest.fixture(autouse=True)
@@ -53,14 +59,34 @@ def test_another_engine_s_geometry_is_left_alone() -> None:
     assert collect_geometries("other", 1) == [geometry(0)]
 
 
-def test_another_process_s_geometry_is_left_alone(own_directory: Path) -> None:
+def test_workers_may_be_children_of_any_process(own_directory: Path) -> None:
+    """Ray starts them, not the engine core."""
     publish_geometry("engine", geometry(0))
     (path,) = own_directory.rglob("*.json")
-    document = json.loads(path.read_text()) | {"pid": 1, "parent": 1}
-    path.write_text(json.dumps(document))
-    with pytest.raises(StoreError, match="uni or mp on one node"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pid": 1}))
+    assert collect_geometries("engine", 1, patience_s=0) == [geometry(0)]
+    with pytest.raises(StoreError, match="uni, mp or ray on one node"):
         collect_geometries("engine", 1, patience_s=0)
-    assert path.exists()
+
+
+def test_geometries_of_pipeline_stages_are_told_apart() -> None:
+    ranks = [replace(geometry(rank), stage=stage) for stage in (0, 1) for rank in (0, 1)]
+    ranks[2:] = [replace(x, model=replace(x.model, layers=x.model.layers[:1])) for x in ranks[2:]]
+    for rank in reversed(ranks):
+        publish_geometry("engine", rank)
+    assert collect_geometries("engine", 4) == ranks
+    for rank in (*ranks[:3], replace(ranks[0], rank=1, stage=1)):
+        publish_geometry("engine", rank)
+    with pytest.raises(UnsupportedModelError, match="ranks 0 and 1 have different KV geometry"):
+        collect_geometries("engine", 4)
+
+
+def test_an_engine_is_named_alike_in_all_its_processes() -> None:
+    one, other = VllmConfig(), VllmConfig()
+    for config in (one, other):
+        config.kv_transfer_config = KVTransferConfig(engine_id="same", kv_role="kv_both")
+    assert engine_name(one) != engine_name(other)
+    assert engine_name(pickle.loads(pickle.dumps(one))) == engine_name(one)
 
 
 def test_unequal_shards_are_refused() -> None:
@@ -91,24 +117,23 @@ def test_workers_find_their_own_engines_arena(
     own_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arena = ArenaHandle("/proc/5/fd/6", 4096)
-    publish_arena("engine.1", arena)
-    assert find_arena("engine.1") == arena
-    assert find_arena("engine") is None
+    publish_arena("engine.1", arena, LAYOUT)
     parent = os.getpid()
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: parent + 1)
-        assert find_arena("engine.1") is None, "not a worker of that process"
-        patch.setattr(os, "getppid", lambda: parent)
-        assert find_arena("engine.1") == arena
+        found = find_arena("engine.1")
+    assert found is not None
+    assert (found[0], found[1].model, found[1].chunk_tokens) == (arena, HYBRID, 64)
+    assert find_arena("engine") is None
     withdraw_arena("engine.1")
     assert find_arena("engine.1") is None
 
 
 def test_an_arena_that_a_killed_engine_named_is_cleared_away(own_directory: Path) -> None:
-    publish_arena("engine", ArenaHandle("/proc/5/fd/6", 4096))
+    publish_arena("engine", ArenaHandle("/proc/5/fd/6", 4096), LAYOUT)
     (path,) = own_directory.rglob("*.arena")
     killed = path.rename(path.with_name(path.name.replace(f".{os.getpid()}.", ".999999999.")))
-    publish_arena("other", ArenaHandle("/proc/5/fd/6", 4096))
+    publish_arena("other", ArenaHandle("/proc/5/fd/6", 4096), LAYOUT)
     assert not killed.exists()
 
 
@@ -137,9 +162,9 @@ from pathlib import Path
 sys.path.insert(0, "")
 from hetero_connector.engine.startup import rendezvous
 from hetero_connector.store.arena import ArenaHandle
-from tests.engine.test_rendezvous import geometry
+from tests.engine.test_rendezvous import LAYOUT, geometry
 rendezvous.publish_geometry("other", geometry(0))
-rendezvous.publish_arena("other", ArenaHandle("/proc/5/fd/6", 4096))
+rendezvous.publish_arena("other", ArenaHandle("/proc/5/fd/6", 4096), LAYOUT)
 sys.stdin.read()
 (found,) = rendezvous.collect_geometries("other", 1, patience_s=0)
 assert found.pid == os.getpid()
@@ -153,7 +178,7 @@ def test_an_engine_in_another_pid_namespace_keeps_its_announcements(own_director
     if subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("this kernel lets us make no PID namespace")
     publish_geometry("engine", geometry(0))
-    publish_arena("engine", ArenaHandle("/proc/5/fd/6", 4096))
+    publish_arena("engine", ArenaHandle("/proc/5/fd/6", 4096), LAYOUT)
     with subprocess.Popen(
         [*unshare, sys.executable, "-c", _OTHER_CONTAINER],
         stdin=subprocess.PIPE,
@@ -162,7 +187,7 @@ def test_an_engine_in_another_pid_namespace_keeps_its_announcements(own_director
         while not list(own_directory.rglob("other.*.arena")):
             assert other.poll() is None
             time.sleep(0.01)
-        publish_arena("third", ArenaHandle("/proc/5/fd/6", 4096))
+        publish_arena("third", ArenaHandle("/proc/5/fd/6", 4096), LAYOUT)
         assert collect_geometries("engine", 1) == [geometry(0)]
         assert find_arena("engine") is not None
         other.communicate()
@@ -176,9 +201,9 @@ def test_announcements_of_another_pid_namespace_are_not_judged_by_pid(
         patch.setattr(rendezvous, "_pid_namespace", lambda: "4026531836000")
         patch.setattr(os, "getpid", lambda: 999999999)
         publish_geometry("engine", replace(geometry(0), pid=999999999))
-        publish_arena("engine", ArenaHandle("/proc/5/fd/6", 4096))
+        publish_arena("engine", ArenaHandle("/proc/5/fd/6", 4096), LAYOUT)
     before = sorted(own_directory.rglob("*.*"))
-    publish_arena("ours", ArenaHandle("/proc/5/fd/6", 4096))
+    publish_arena("ours", ArenaHandle("/proc/5/fd/6", 4096), LAYOUT)
     publish_geometry("ours", geometry(0))
     collect_geometries("ours", 1)
     withdraw_arena("ours")

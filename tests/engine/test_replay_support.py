@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetero_connector.engine.startup.replay_support import BACKENDS, refusal
+from hetero_connector.engine.startup.replay_support import BACKENDS, engine_refusal, model_refusal
 from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
 from tests.engine.fakes import DENSE, HYBRID, layer
 
@@ -40,7 +40,8 @@ def refused(
     config: Any = None,
 ) -> str | None:
     model = ModelSpec(layers or HYBRID.layers, alignment=16)
-    return refusal(replay, model, platform, backends, config or engine())
+    of_engine = engine_refusal(replay, platform, backends, config or engine())
+    return of_engine or model_refusal(model)
 
 
 def test_full_attention_and_windows_on_the_cpu_are_replayed() -> None:

@@ -14,7 +14,7 @@ from vllm.v1 import kv_cache_interface as kvi
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.config import HeteroConfig
-from hetero_connector.engine.startup.geometry import model_spec
+from hetero_connector.engine.startup.geometry import merge_stages, model_spec
 from hetero_connector.engine.startup.heads import DeltaNetHeads, ModelHeads
 from hetero_connector.engine.startup.rendezvous import WorkerGeometry
 from hetero_connector.engine.startup.start import (
@@ -23,12 +23,14 @@ from hetero_connector.engine.startup.start import (
     _heads,
     _parking,
     _planner,
+    _recovers,
     _store_config,
     _uses_any_tp,
     _warnings,
+    _whole_geometry,
     _window_replay,
 )
-from hetero_connector.errors import ConfigError
+from hetero_connector.errors import ConfigError, UnsupportedModelError
 from hetero_connector.planner.checkpoints import (
     NEVER,
     Adaptive,
@@ -232,6 +234,41 @@ def test_a_write_budget_smaller_than_a_chunk_brings_a_warning() -> None:
     config = HeteroConfig(dram_gib=0.1, ssd_write_gib_per_day=1e-6)
     (warning,) = _warnings(LAYOUT, config, max_model_len=4096)
     assert "ssd_write_gib_per_day=1e-06 allows bursts of 134 bytes" in warning
+
+
+@pytest.mark.parametrize(
+    ("groups", "batches", "policy", "recovers"),
+    [
+        (1, 1, "recompute", True),
+        (2, 1, "fail", False),
+        (1, 2, "recompute", False),
+        (1, 2, "fail", True),
+    ],
+)
+def test_vllm_recovers_from_a_lost_load_of_one_group_and_one_step_at_a_time(
+    groups: int, batches: int, policy: str, recovers: bool
+) -> None:
+    transfer = SimpleNamespace(kv_load_failure_policy=policy)
+    config: Any = SimpleNamespace(kv_transfer_config=transfer, max_concurrent_batches=batches)
+    kv_cache: Any = SimpleNamespace(kv_cache_groups=[None] * groups)
+    assert _recovers(config, kv_cache) is recovers
+
+
+def test_pipeline_stages_together_have_the_geometry_of_one_stage() -> None:
+    full, swa = HYBRID.layers
+    first = replace(geometry_of(replace(HYBRID, layers=(swa,)), None), attention_backends=("B",))
+    second = replace(geometry_of(replace(HYBRID, layers=(full,)), None), stage=1)
+    ranks = [replace(x, rank=rank) for x in (first, second) for rank in (0, 1)]
+    whole = _whole_geometry(ranks)
+    assert (whole.model, whole.attention_backends) == (HYBRID, ("B", "CPU_ATTN"))
+    assert whole.replay_refusal is None, "though no stage has both kinds of layers"
+    ranks[2:] = [replace(x, replay_refusal="no") for x in ranks[2:]]
+    assert _whole_geometry(ranks).replay_refusal == "no"
+
+
+def test_a_pipeline_stage_without_stored_layers_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="stage 1 has no layer"):
+        merge_stages([DENSE, replace(DENSE, layers=())])
 
 
 def engine_of(engine_id: str, parallel: SimpleNamespace) -> Any:

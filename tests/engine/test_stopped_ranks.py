@@ -1,7 +1,7 @@
-"""One of two tensor-parallel ranks is stopped, or killed, while the engine restores and saves.
+"""One of two workers is stopped, or killed, while the engine restores and saves.
 
-Every artifact has parts of both ranks. The rank that runs on alone must not make the other's part
-count as saved, nor leave a load incomplete.
+They are tensor-parallel ranks or pipeline stages. Every artifact has parts of both. The worker that
+runs on alone must not make the other's part count as saved, nor leave a load incomplete.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from hetero_connector.tools.verification import verify_model
 from tests.engine.fleets import MAX_TOKENS, same, until
 from tests.engine.harness import CHECKPOINTS, prompt_tokens
 from tests.engine.process_group import assert_gone
+from tests.engine.stages import TWO_STAGES
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -33,9 +34,11 @@ STOPPED_S = 2.5 * DEADLINE_S
 """Seconds, longer than a load, a lookup and a read may take together."""
 PROMPTS = [prompt_tokens(900 + 100 * i, seed=900 + i) for i in range(3)]
 ROUNDS = 4
+TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 
 
 def server_at(folder: Path) -> Server:
+    """Return a server that is not started; the folder's name says which two workers it has."""
     given = {
         "dram_gib": 0.02,
         "ssd_dir": str(folder / "ssd"),
@@ -43,14 +46,14 @@ def server_at(folder: Path) -> Server:
         "planner": "always_load",
         "load_deadline_s": DEADLINE_S,
     }
-    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    model = write_checkpoint("dense", CHECKPOINTS)
-    return Server(model, folder / "server.log", kv_transfer_config(given), ranks)
+    model, transfer = write_checkpoint("dense", CHECKPOINTS), kv_transfer_config(given)
+    log = folder / "server.log"
+    return Server(model, log, transfer, TWO_STAGES if folder.name == "stages" else TWO_RANKS)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
+@pytest.fixture(scope="module", params=["ranks", "stages"])
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return tmp_path_factory.mktemp(request.param, numbered=False)
 
 
 @pytest.fixture(scope="module")

@@ -99,6 +99,7 @@ class World:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(worker_side, "device_of", lambda *_: self.device)
             self.side.register(self.caches)
+        self.side.attach(self.arena.handle, LAYOUT)
         self.free = list(range(1, NUM_BLOCKS))
         self.slots = list(range(SLOTS))
         self.requests: list[Request] = []
@@ -127,7 +128,7 @@ class World:
         for request in list(self.requests):
             if rng.random() < 0.2 and not request.parked:  # vLLM holds the blocks of parked ones
                 self._end(request)
-        meta = StepMetadata(arena=self.arena.handle, early_saves=self._take_early())
+        meta = StepMetadata(early_saves=self._take_early())
         if rng.random() < 0.5:
             self._admit(meta)
         shares = self._shares() if rng.random() < 0.9 else []

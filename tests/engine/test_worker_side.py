@@ -21,6 +21,7 @@ from hetero_connector.engine.messages import (
     StepMetadata,
     WorkerReport,
 )
+from hetero_connector.engine.startup.geometry import merge_stages
 from hetero_connector.engine.worker import worker_side
 from hetero_connector.engine.worker.host_device import HostDevice
 from hetero_connector.engine.worker.pages import HostPages
@@ -57,6 +58,7 @@ class Worker:
             for x in model.layers
         }
         self.side.register(self.caches)
+        self.side.attach(self.arena.handle, layout)
         self.side._pipeline._executor.submit = _never  # type: ignore[method-assign]
         self.step(StepMetadata())  # an earlier step, in which both layers call their hooks
 
@@ -69,7 +71,6 @@ class Worker:
         self.side.end_step(meta)
 
     def begin(self, meta: StepMetadata) -> None:
-        meta.arena = self.arena.handle
         self.side.begin_step(meta)
         self.side.start_loads(meta)
 
@@ -134,7 +135,7 @@ def test_whole_pages_are_still_loaded_layer_by_layer(worker: Worker) -> None:
 
 
 def test_a_forward_that_calls_no_hooks_finds_everything_loaded(worker: Worker) -> None:
-    meta = StepMetadata(arena=worker.arena.handle, loads=[load(64, [3, 4, 5, 6])])
+    meta = StepMetadata(loads=[load(64, [3, 4, 5, 6])])
     worker.side.begin_step(meta)
     worker.side.start_loads(meta, hooks_called=False)
     for name in LAYERS:
@@ -341,21 +342,10 @@ def test_a_failed_load_between_steps_is_reported_as_failed(
     assert worker.side.outcome.take_invalid_blocks() == set()
 
 
-def test_a_lost_load_with_several_groups_ends_the_engine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """vLLM takes block ids of one group only; without the error the answer would be wrong."""
-    worker = Worker(model=ModelSpec((*MODEL.layers, layer("swa", 1)), alignment=BLOCK))
-    broken_copies(monkeypatch, "load")
-    with pytest.raises(LoadLostError, match="'r'"):
-        worker.step(StepMetadata(loads=[load(64, [3, 4, 5, 6])]))
-    worker.close()
-
-
 def test_a_lost_load_from_which_vllm_does_not_recover_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Under async scheduling vLLM recomputes wrongly: the next step has used the pages."""
+    """Without the error the answer would be wrong."""
     worker = Worker(recovers=False)
     broken_copies(monkeypatch, "load")
     with pytest.raises(LoadLostError, match="'r'"):
@@ -363,23 +353,52 @@ def test_a_lost_load_from_which_vllm_does_not_recover_ends_the_engine(
     worker.close()
 
 
-def test_an_arena_that_cannot_be_mapped_is_a_miss(worker: Worker) -> None:
-    gone = ArenaHandle("/proc/1/fd/999999", 1 << 20)
-    meta = StepMetadata(gone, loads=[load(64, [3, 4])], early_saves=[save(1, [1, 2, 3, 4])])
-    worker.side.begin_step(meta)
-    worker.side.start_loads(meta)
-    worker.side.end_step(meta)
-    assert worker.side.outcome.take_invalid_blocks() == {3, 4}
-    reported = report(worker)
+def test_without_an_arena_every_copy_is_a_miss(worker: Worker) -> None:
+    meta = StepMetadata(loads=[load(64, [3, 4])], early_saves=[save(1, [1, 2, 3, 4])])
+    side = WorkerSide(LAYOUT, 0, NUM_BLOCKS, "on", Recorder())
+    side.register(worker.caches)
+    assert not side.is_attached
+    side.begin_step(meta)
+    side.start_loads(meta)
+    side.end_step(meta)
+    assert side.outcome.take_invalid_blocks() == {3, 4}
+    reported = side.take_report()
+    assert reported is not None
     assert (reported.broken, dict(reported.saved), dict(reported.unsaved)) == (True, {}, {1: 1})
+    side.close()
+
+
+def test_pipeline_stages_save_and_load_their_layers_of_one_artifact() -> None:
+    first, second = (replace(MODEL, layers=(x,)) for x in MODEL.layers)
+    whole = ArtifactLayout(merge_stages([first, second]), CHUNK)
+    arena = Arena.create(SIZE, shared=False)
+    for model, value in ((first, 11), (second, 22)):
+        side = WorkerSide(ArtifactLayout(model, CHUNK), 0, NUM_BLOCKS, "off", Recorder())
+        cache = torch.full((NUM_BLOCKS, BLOCK, 16), OLD, dtype=torch.uint8)
+        cache[1:5] = value
+        side.register({model.layers[0].layer: cache})
+        side.attach(arena.handle, whole)
+        for meta in (
+            StepMetadata(saves=[save(1, [1, 2, 3, 4])]),
+            StepMetadata(loads=[load(64, [5, 6, 7, 8])]),
+        ):
+            side.begin_step(meta)
+            side.start_loads(meta)
+            side.end_step(meta)
+        assert [values(cache[first:last]) for first, last in ((5, 9), (9, 32))] == [{value}, {OLD}]
+        side.close()
+    halves = torch.from_numpy(arena.view[:SIZE].copy()).view(2, -1)
+    assert [values(half) for half in halves] == [{11}, {22}]
+    arena.close()
 
 
 def test_an_arena_that_cannot_be_mapped_at_start_is_an_error(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fresh = Worker()
+    fresh = WorkerSide(LAYOUT, 0, NUM_BLOCKS, "on", Recorder())
+    fresh.register(worker.caches)
     with pytest.raises(StoreError, match="cannot map"):
-        fresh.side.attach(ArenaHandle("/proc/1/fd/999999", 1 << 20))
+        fresh.attach(ArenaHandle("/proc/1/fd/999999", 1 << 20), LAYOUT)
 
     def refused(*_: object) -> None:
         raise StoreError("cudaHostRegister failed")
@@ -387,14 +406,13 @@ def test_an_arena_that_cannot_be_mapped_at_start_is_an_error(
     monkeypatch.setattr(HostDevice, "attach", refused)
     users = worker.arena._users
     with pytest.raises(StoreError, match="cudaHostRegister"):
-        fresh.side.attach(worker.arena.handle)
+        fresh.attach(worker.arena.handle, LAYOUT)
     assert worker.arena._users == users, "what cannot be pinned is not kept mapped"
     fresh.close()
 
 
 def test_hooks_called_twice_report_once(worker: Worker) -> None:
     meta = StepMetadata(
-        arena=worker.arena.handle,
         loads=[load(64, [3, 4, 5, 6])],
         saves=[save(1, [7, 8, 9, 10])],
         early_saves=[save(2, [1, 2, 3, 4])],
@@ -417,7 +435,7 @@ def test_a_step_that_is_never_ended_saves_nothing_and_the_next_one_goes_on(
 
 
 def test_loads_that_no_hook_starts_are_lost(worker: Worker) -> None:
-    meta = StepMetadata(arena=worker.arena.handle, loads=[load(64, [3, 4, 5, 6])])
+    meta = StepMetadata(loads=[load(64, [3, 4, 5, 6])])
     worker.side.begin_step(meta)
     worker.side.end_step(meta)
     assert worker.side.outcome.take_invalid_blocks() == {3, 4, 5, 6}
@@ -436,7 +454,7 @@ def test_no_copy_is_left_when_vllm_releases_the_pages(monkeypatch: pytest.Monkey
     """An engine that falls asleep says so first; a later copy would find other bytes, or none."""
     monkeypatch.setattr(worker_side, "device_of", lambda *_: AdversarialDevice(lambda: False))
     worker = Worker()
-    early = StepMetadata(arena=worker.arena.handle, early_saves=[save(1, [7, 8, 9, 10])])
+    early = StepMetadata(early_saves=[save(1, [7, 8, 9, 10])])
     worker.side.begin_step(early)
     assert OLD not in values(torch.from_numpy(worker.arena.view[:SIZE])), "the copy is late"
     worker.side.finish_copies()
@@ -449,10 +467,11 @@ def test_no_copy_is_left_when_vllm_releases_the_pages(monkeypatch: pytest.Monkey
 def test_a_closed_worker_releases_the_arena() -> None:
     """Otherwise an engine in this process would keep its DRAM tier after its end."""
     arena = Arena.create(1 << 20, shared=False)
-    worker = WorkerSide(ArtifactLayout(DENSE, 64), 0, 8, "auto", Recorder())
+    layout = ArtifactLayout(DENSE, 64)
+    worker = WorkerSide(layout, 0, 8, "auto", Recorder())
     worker._device = HostDevice()
-    worker.attach(arena.handle)
-    worker.attach(arena.handle)  # once is enough
+    worker.attach(arena.handle, layout)
+    worker.attach(arena.handle, layout)  # once is enough
     arena.close()
     assert arena.view.nbytes == 1 << 20, "the worker has it"
     worker.close()

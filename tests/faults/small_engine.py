@@ -183,9 +183,16 @@ class SmallEngine:
         self._known: dict[tuple[str, Hashable], PrefixStates] = {}
         self._num_requests = 0
         self.side = self._scheduler_side(store, recorder)
-        worker = WorkerSide(layout, 0, NUM_BLOCKS, rng.choice(("on", "auto", "off")), recorder)
+        worker = WorkerSide(
+            layout,
+            0,
+            NUM_BLOCKS,
+            rng.choice(("on", "auto", "off")),
+            recorder,
+            recovers=len({x.group for x in self._layers}) == 1,
+        )
         transfer = SimpleNamespace(kv_connector_extra_config={"dram_gib": 0.01}, engine_id="small")
-        config: Any = SimpleNamespace(kv_transfer_config=transfer)
+        config: Any = SimpleNamespace(kv_transfer_config=transfer, instance_id="1")
         none: Any = None
         with (
             patch.object(connector_module, "open_scheduler_side", lambda *_: self.side),

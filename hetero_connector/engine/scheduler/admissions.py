@@ -50,10 +50,11 @@ class Admissions:
         counter: RestoreCounter,
         errors: HookErrors,
         tables: Callable[[str], BlockTable],
+        num_ranks: int,
     ) -> None:
         """`tables` returns a request's block table."""
         self._block_tokens = layout.model.layers[0].block_tokens
-        self._tp_size = layout.model.tp_size
+        self._num_ranks = num_ranks
         self._restorer = restorer
         self._replays = replays
         self._saver = saver
@@ -132,7 +133,7 @@ class Admissions:
             output.has_sync_kv_loads = True
         for load in meta.loads:
             pending = self.loading[load.request_id][-1]
-            self._ordered[load.load_id] = _OrderedLoad(load.request_id, pending, self._tp_size)
+            self._ordered[load.load_id] = _OrderedLoad(load.request_id, pending, self._num_ranks)
         meta.lost, self.lost = self.lost, []
 
     def on_loaded(self, load_id: int, ranks: int) -> None:

@@ -69,7 +69,7 @@ class _Reserved:
 
     save: StoreSave
     ranks_left: int
-    """Tensor-parallel ranks that have not copied their share yet."""
+    """Ranks of all pipeline stages that have not copied their share yet."""
     verdict: Verdict
     whole: bool = True
     """False once a rank could not copy its share."""
@@ -78,9 +78,9 @@ class _Reserved:
 class Reservations:
     """Reservations of one engine by save id. Sealed when every rank has copied its share."""
 
-    def __init__(self, store: ArtifactStore, tp_size: int) -> None:
+    def __init__(self, store: ArtifactStore, num_ranks: int) -> None:
         self._store = store
-        self._tp_size = tp_size
+        self._num_ranks = num_ranks
         self._reserved: dict[int, _Reserved] = {}
         self._latest_id = 0
         self._unreported = 0
@@ -93,7 +93,7 @@ class Reservations:
     def add(self, save: StoreSave, verdict: Verdict) -> int:
         """Add a reservation and return its id, from 1."""
         self._latest_id += 1
-        self._reserved[self._latest_id] = _Reserved(save, self._tp_size, verdict)
+        self._reserved[self._latest_id] = _Reserved(save, self._num_ranks, verdict)
         self._unreported += 1
         return self._latest_id
 
@@ -157,13 +157,13 @@ class Saver:
         self,
         layout: ArtifactLayout,
         store: ArtifactStore,
-        tp_size: int,
+        num_ranks: int,
         checkpoints: CheckpointPolicy,
     ) -> None:
         self._layout = layout
         self._model = layout.model
         self._store = store
-        self._reservations = Reservations(store, tp_size)
+        self._reservations = Reservations(store, num_ranks)
         self._policy = checkpoints
         self._kept = KeptBoundaries()
         self._plain_types = tuple(

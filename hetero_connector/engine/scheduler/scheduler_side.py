@@ -95,14 +95,16 @@ class SchedulerSide:
         fleet: Fleet | None = None,
         identifier: RequestIdentifier | None = None,
         clock: Callable[[], float] = time.monotonic,
+        num_ranks: int | None = None,
     ) -> None:
+        """`num_ranks`: ranks of all pipeline stages; None: those of a single stage."""
         self.planner = policies.planner
         self.costs = policies.planner.costs
         self.store = store
         self.layout = layout
         self.root = ChainRoot(hasher, store, self._on_new_root, self._has_outdated_requests)
         self._recorder = recorder
-        self._tp_size = layout.model.tp_size
+        num_ranks = num_ranks or layout.model.tp_size
         self._is_recurrent = StateType.RECURRENT in layout.model.state_types
         self._layerwise = layerwise
         self._parking: Parking = parking
@@ -120,7 +122,7 @@ class SchedulerSide:
             clock=clock,
         )
         self._learner = CostLearner(self.costs, layout, store, clock)
-        self._saver = Saver(layout, store, self._tp_size, policies.checkpoints)
+        self._saver = Saver(layout, store, num_ranks, policies.checkpoints)
         self._sessions = Sessions(
             layout, store, self.costs, policies.think_times, clock, policies.prefetch
         )
@@ -137,6 +139,7 @@ class SchedulerSide:
             RestoreCounter(layout, recorder),
             self._errors,
             self._table,
+            num_ranks,
         )
         self.idle_steps = IdleSteps(recorder.has_news)
         self._early = EarlySaves(self._saver, recorder, layout.model)
@@ -208,7 +211,7 @@ class SchedulerSide:
     def order_step(self, output: SchedulerOutput) -> StepMetadata:
         """`build_connector_meta`: order this step's loads and saves."""
         self.idle_steps.on_step()
-        meta = StepMetadata(arena=self.store.arena.handle)
+        meta = StepMetadata()
         self._admissions.order_loads(output, self._trackers, meta)
         try:
             self._order_saves(output, meta)

@@ -87,8 +87,10 @@ def profile_subject(config: VllmConfig) -> ProfileSubject:
         "tp_size": config.parallel_config.tensor_parallel_size,
     }
     on_cpu = config.device_config.device_type == "cpu"
+    device = machine.processor() if on_cpu else str(current_platform.get_device_name())
+    stages = config.parallel_config.pipeline_parallel_size
     return ProfileSubject.of(
-        fields, machine.processor() if on_cpu else str(current_platform.get_device_name())
+        fields, device if stages == 1 else f"{device}, {stages} pipeline stages"
     )
 
 
@@ -120,7 +122,6 @@ def check_supported(config: VllmConfig) -> None:
         )
     parallel = config.parallel_config
     sizes = {
-        "pipeline-parallel-size": parallel.pipeline_parallel_size,
         "decode-context-parallel-size": parallel.decode_context_parallel_size,
         "prefill-context-parallel-size": parallel.prefill_context_parallel_size,
     }
@@ -224,6 +225,8 @@ def _extras(
     }
     if any_tp:
         extras["tp_sizes"] = "any"
+    if config.parallel_config.pipeline_parallel_size > 1:  # compiled stages may round differently
+        extras["pipeline_stages"] = config.parallel_config.pipeline_parallel_size
     if config.speculative_config is not None:
         extras |= _draft(config.speculative_config)
     if config.lora_config is not None:

@@ -7,8 +7,8 @@ each group.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vllm.v1 import kv_cache_interface as kvi
@@ -56,6 +56,26 @@ def model_spec(
         )
     )
     return ModelSpec(layers=layers, alignment=_alignment(config, layers), tp_size=tp_size)
+
+
+def merge_stages(stages: Sequence[ModelSpec]) -> ModelSpec:
+    """Return the geometry of the whole model from those of its pipeline stages.
+
+    Layers are in the order of a single stage: by KV cache group, then by stage. Raises
+    UnsupportedModelError for a stage without stored layers, whose worker would have no copies to
+    report.
+    """
+    layers = sorted((x for stage in stages for x in stage.layers), key=lambda x: x.group)
+    alignment = math.lcm(*(stage.alignment for stage in stages))
+    whole = replace(stages[0], layers=tuple(layers), alignment=alignment)
+    for number, stage in enumerate(stages):
+        if whole.stored_layers and not stage.stored_layers:
+            raise UnsupportedModelError(
+                f"pipeline stage {number} has no layer whose state is stored, and HeteroConnector "
+                "needs one in every stage: lower --pipeline-parallel-size, or divide the layers "
+                "otherwise by VLLM_PP_LAYER_PARTITION"
+            )
+    return whole
 
 
 def _layer_specs(config: KVCacheConfig) -> Iterator[tuple[int, str, KVCacheSpec]]:

@@ -2,12 +2,14 @@
 
 vLLM builds the workers, with their KV caches, before the scheduler, and gives the scheduler only a
 reduced copy of their geometry. So each worker writes its own geometry to a file that is named after
-the engine and its process. The scheduler side reads the files of its own process and its children.
-In the other direction it publishes the name of its arena. vLLM's own handshake is not used because
-`MultiConnector` forwards it to one child only.
+the engine and its process, and the scheduler side reads them. In the other direction it publishes
+the name of its arena and the layout of artifacts, which have the layers of all pipeline stages.
+vLLM's own handshake is not used because `MultiConnector` forwards it to one child only.
 
-Containers may share the folder and have PID namespaces of their own. So each file names its
-namespace, and only the files of our own namespace are judged by their pid.
+Engines are told apart by a name that vLLM's configuration has in all their processes: under Ray
+workers are no children of the engine core. Containers may share the folder and have PID namespaces
+of their own. So each file names its namespace, and only the files of our own namespace are judged
+by their pid.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.errors import StoreError, UnsupportedModelError
 from hetero_connector.spec import ModelSpec
 from hetero_connector.store.arena import ArenaHandle
@@ -45,7 +48,9 @@ class WorkerGeometry:
     """The description of one rank's KV caches and machine."""
 
     rank: int
+    """The tensor-parallel rank in its pipeline stage."""
     model: ModelSpec
+    """The layers of its pipeline stage."""
     attention_backends: tuple[str, ...]
     device: str
     pid: int
@@ -54,6 +59,14 @@ class WorkerGeometry:
     """`startup.rounding.rounding` in the worker's process."""
     replay_refusal: str | None = None
     """Why this engine's windows cannot be rebuilt by a replay; None if they can."""
+    stage: int = 0
+    """The pipeline stage."""
+
+
+def engine_name(vllm_config: VllmConfig) -> str:
+    """Return a name that all processes of an engine know, and no other engine has."""
+    assert vllm_config.kv_transfer_config is not None
+    return f"{vllm_config.kv_transfer_config.engine_id}.{vllm_config.instance_id}"
 
 
 def data_parallel_rank(vllm_config: VllmConfig) -> int | None:
@@ -66,34 +79,33 @@ def data_parallel_rank(vllm_config: VllmConfig) -> int | None:
     return rank if has_dp_id or parallel.data_parallel_size > 1 else None
 
 
-def publish_geometry(engine_id: str, geometry: WorkerGeometry) -> None:
+def publish_geometry(engine: str, geometry: WorkerGeometry) -> None:
     """Write this rank's geometry for the scheduler side of the same engine."""
-    name = f"{engine_id}.{geometry.rank}.{_pid_namespace()}.{geometry.pid}.json"
+    rank = f"{geometry.stage}.{geometry.rank}"
+    name = f"{engine}.{rank}.{_pid_namespace()}.{geometry.pid}.json"
     document = {
         "pid": geometry.pid,
-        "parent": os.getppid(),
         "pid_namespace": _pid_namespace(),
         "geometry": _encode(geometry),
     }
     _write(_directory() / name, document)
-    _published.add(engine_id)
+    _published.add(engine)
 
 
 def collect_geometries(
-    engine_id: str, world_size: int, patience_s: float = _PATIENCE_S
+    engine: str, world_size: int, patience_s: float = _PATIENCE_S
 ) -> list[WorkerGeometry]:
-    """Return every rank's geometry, by rank, and remove the files.
+    """Return the geometry of all ranks, by pipeline stage and rank, and remove the files.
 
-    Raises StoreError if a rank has not published its geometry: its worker runs on another host, or
-    is not a child of this process.
+    Raises StoreError if a rank has not published its geometry: its worker runs on another host.
     """
     deadline = time.monotonic() + patience_s
-    found: dict[int, WorkerGeometry] = {}
+    found: dict[tuple[int, int], WorkerGeometry] = {}
     while len(found) < world_size:
-        found.update(_collect(engine_id))
+        found.update(_collect(engine))
         if len(found) < world_size:
             if time.monotonic() > deadline:
-                if _published - {engine_id}:
+                if _published - {engine}:
                     raise StoreError(
                         "this process already has the KV connector of another engine, and vLLM "
                         "makes one per process: delete that LLM first, start this one in a process "
@@ -102,8 +114,8 @@ def collect_geometries(
                     )
                 raise StoreError(
                     f"only {len(found)} of {world_size} workers announced their KV caches. "
-                    "HeteroConnector needs every worker on this host, started by the engine "
-                    "itself: use --distributed-executor-backend uni or mp on one node"
+                    "HeteroConnector needs every worker on this host, in the same process "
+                    "namespace: use --distributed-executor-backend uni, mp or ray on one node"
                 )
             time.sleep(0.01)
     ranks = [found[rank] for rank in sorted(found)]
@@ -111,29 +123,40 @@ def collect_geometries(
     return ranks
 
 
-def publish_arena(engine_id: str, arena: ArenaHandle) -> None:
-    """Write the arena's name for this engine's workers, which map it before the first request."""
+def publish_arena(engine: str, arena: ArenaHandle, layout: ArtifactLayout) -> None:
+    """Write the arena's name, and the layout of all stages, for this engine's workers.
+
+    They map it before the first request.
+    """
     for path in _directory().glob("*.arena"):
         named = re.fullmatch(r".+\.(\d+)\.(\d+)\.arena", path.name)
         if named and named[1] == _pid_namespace() and not _is_alive(named[2]):
             path.unlink(missing_ok=True)  # left by an engine that was killed
-    _write(_arena_file(engine_id, os.getpid()), asdict(arena))
+    document = {
+        "arena": asdict(arena),
+        "model": layout.model.as_plain(),
+        "chunk_tokens": layout.chunk_tokens,
+    }
+    _write(_arena_file(engine), document)
 
 
-def find_arena(engine_id: str) -> ArenaHandle | None:
-    """Return the arena of the engine whose worker this process is; None if it has none."""
-    for pid in (os.getpid(), os.getppid()):
-        with contextlib.suppress(FileNotFoundError):
-            return ArenaHandle(**json.loads(_arena_file(engine_id, pid).read_text()))
+def find_arena(engine: str) -> tuple[ArenaHandle, ArtifactLayout] | None:
+    """Return the arena and layout of the engine that this worker is of; None if it has none."""
+    for path in _directory().glob("*.arena"):
+        if path.name.startswith(f"{engine}.{_pid_namespace()}."):
+            document = json.loads(path.read_text())
+            model = ModelSpec.from_plain(document["model"])
+            layout = ArtifactLayout(model, document["chunk_tokens"])
+            return ArenaHandle(**document["arena"]), layout
     return None
 
 
-def withdraw_arena(engine_id: str) -> None:
-    _arena_file(engine_id, os.getpid()).unlink(missing_ok=True)
+def withdraw_arena(engine: str) -> None:
+    _arena_file(engine).unlink(missing_ok=True)
 
 
-def _arena_file(engine_id: str, pid: int) -> Path:
-    return _directory() / f"{engine_id}.{_pid_namespace()}.{pid}.arena"
+def _arena_file(engine: str) -> Path:
+    return _directory() / f"{engine}.{_pid_namespace()}.{os.getpid()}.arena"
 
 
 def _pid_namespace() -> str:
@@ -163,7 +186,7 @@ def _directory() -> Path:
     return path
 
 
-def _collect(engine_id: str) -> dict[int, WorkerGeometry]:
+def _collect(engine: str) -> dict[tuple[int, int], WorkerGeometry]:
     found = {}
     for path in _directory().glob("*.json"):
         try:
@@ -171,8 +194,7 @@ def _collect(engine_id: str) -> dict[int, WorkerGeometry]:
             if document["pid_namespace"] != _pid_namespace():
                 continue
             is_alive = _is_alive(int(document["pid"]))
-            is_ours = os.getpid() in (document["pid"], document["parent"])
-            is_ours = is_ours and path.name.startswith(f"{engine_id}.")
+            is_ours = path.name.startswith(f"{engine}.")
             geometry = _decode(document["geometry"]) if is_alive and is_ours else None
         except FileNotFoundError:
             continue  # another engine with the same id removed its own file
@@ -182,7 +204,7 @@ def _collect(engine_id: str) -> dict[int, WorkerGeometry]:
         if not is_alive:
             path.unlink(missing_ok=True)  # left by an engine that was killed while it started
         elif geometry is not None:
-            found[geometry.rank] = geometry
+            found[geometry.stage, geometry.rank] = geometry
             path.unlink(missing_ok=True)
     return found
 
@@ -203,8 +225,9 @@ def _ignore(path: Path, error: Exception) -> None:
 
 
 def _check_equal(ranks: list[WorkerGeometry]) -> None:
+    first_of = {x.stage: x for x in reversed(ranks)}
     for other in ranks[1:]:
-        if other.model != ranks[0].model:
+        if other.model != first_of[other.stage].model:
             raise UnsupportedModelError(
                 f"tensor-parallel ranks 0 and {other.rank} have different KV geometry; "
                 "HeteroConnector needs equal shards. Use a tensor-parallel size that divides "
@@ -212,7 +235,8 @@ def _check_equal(ranks: list[WorkerGeometry]) -> None:
             )
         if other.rounding != ranks[0].rounding:
             raise UnsupportedModelError(
-                f"tensor-parallel ranks 0 and {other.rank} compute differently: "
+                f"ranks 0 and {other.rank} of pipeline stages 0 and {other.stage} compute "
+                f"differently: "
                 f"{_differences(ranks[0].rounding, other.rounding)}. HeteroConnector needs "
                 "ranks of one kind: give the engine equal devices, and each worker equal settings"
             )
@@ -235,4 +259,5 @@ def _decode(document: dict[str, Any]) -> WorkerGeometry:
         pid=document["pid"],
         rounding=document["rounding"],
         replay_refusal=document["replay_refusal"],
+        stage=document["stage"],
     )

@@ -60,17 +60,17 @@ _PREFIX_TYPES = frozenset(
 )
 
 
-def refusal(
-    replay: str, model: ModelSpec, platform: str, backends: Collection[str], config: VllmConfig
+def engine_refusal(
+    replay: str, platform: str, backends: Collection[str], config: VllmConfig
 ) -> str | None:
-    """Return why this engine does not rebuild windows by a replay; None if it does.
+    """Return why this rank does not rebuild windows by a replay; None if it does.
 
     `replay`: the configuration's; `platform`, `backends`: vLLM's name of the platform and those of
     the backends of all attention layers.
     """
     if replay == "off":
         return "replay is 'off'"
-    if (reason := _model_refusal(model) or _engine_refusal(config)) is not None:
+    if (reason := _config_refusal(config)) is not None:
         return reason
     known = BACKENDS.get(platform, {})
     for name in sorted(backends):
@@ -85,7 +85,7 @@ def refusal(
     return None
 
 
-def _engine_refusal(config: VllmConfig) -> str | None:
+def _config_refusal(config: VllmConfig) -> str | None:
     layers = config.compilation_config.static_forward_context.values()
     if any(getattr(layer, "kv_sharing_target_layer_name", None) for layer in layers):
         return "layers share keys and values, so errors in a window reach other layers"
@@ -103,7 +103,11 @@ def _engine_refusal(config: VllmConfig) -> str | None:
     return None
 
 
-def _model_refusal(model: ModelSpec) -> str | None:
+def model_refusal(model: ModelSpec) -> str | None:
+    """Return why windows of this model are not rebuilt by a replay; None if they are.
+
+    `model`: of all pipeline stages.
+    """
     for layer in model.layers:
         if (reason := _layer_refusal(layer, model.alignment)) is not None:
             return f"layer {layer.layer!r} {reason}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -22,7 +23,7 @@ from hetero_connector.engine.scheduler.request_identifier import RequestIdentifi
 from hetero_connector.engine.scheduler.scheduler_side import Policies, SchedulerSide
 from hetero_connector.engine.startup import engine_identity, rendezvous, replay_support
 from hetero_connector.engine.startup.dram_tier import bytes_of_prompt, tokens_in, with_dram
-from hetero_connector.engine.startup.geometry import model_spec
+from hetero_connector.engine.startup.geometry import merge_stages, model_spec
 from hetero_connector.engine.startup.heads import ModelHeads, equal_on_all_ranks
 from hetero_connector.engine.startup.rendezvous import WorkerGeometry
 from hetero_connector.engine.startup.rounding import rounding
@@ -75,7 +76,7 @@ def open_worker_side(
     vllm_config: VllmConfig, kv_cache: KVCacheConfig, config: HeteroConfig, recorder: Recorder
 ) -> WorkerSide | None:
     """Return the worker side of this rank; None if this engine is not supported."""
-    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
     from vllm.platforms import current_platform
 
     engine_identity.check_supported(vllm_config)
@@ -92,12 +93,12 @@ def open_worker_side(
         device=vllm_config.device_config.device_type,
         pid=os.getpid(),
         rounding=rounding(vllm_config),
-        replay_refusal=replay_support.refusal(
-            config.replay, model, platform, backends, vllm_config
+        replay_refusal=replay_support.engine_refusal(
+            config.replay, platform, backends, vllm_config
         ),
+        stage=get_pp_group().rank_in_group,
     )
-    assert vllm_config.kv_transfer_config is not None
-    rendezvous.publish_geometry(str(vllm_config.kv_transfer_config.engine_id), geometry)
+    rendezvous.publish_geometry(rendezvous.engine_name(vllm_config), geometry)
     if engine_identity.unsupported_reason(geometry):
         return None
     layout = ArtifactLayout(model, _chunk_tokens(config, model))
@@ -109,7 +110,7 @@ def open_worker_side(
         recorder,
         any_tp=_uses_any_tp(config, model),
         microbatches=vllm_config.parallel_config.use_ubatching,
-        recovers=_recovers(vllm_config),
+        recovers=_recovers(vllm_config, kv_cache),
         copy_engines=_copy_engines(config, vllm_config),
     )
 
@@ -125,15 +126,17 @@ def _copy_engines(config: HeteroConfig, vllm_config: VllmConfig) -> CopyEngines 
     return CostProfile.read(config.planner_profile).copy_engines
 
 
-def _recovers(config: VllmConfig) -> bool:
-    """Return False if vLLM would compute blocks again that the next step has already used.
+def _recovers(config: VllmConfig, kv_cache: KVCacheConfig) -> bool:
+    """Return False if vLLM takes no report of blocks, or would compute them again too late.
 
-    With async scheduling that step is under way. vLLM 0.32 takes its tokens for those of the step
+    It takes reports for a single KV cache group. With async scheduling or pipeline stages the next
+    step, which uses the blocks, is under way, and vLLM 0.32 takes its tokens for those of the step
     before.
     """
     assert config.kv_transfer_config is not None
     recomputes = config.kv_transfer_config.kv_load_failure_policy == "recompute"
-    return not (recomputes and config.scheduler_config.async_scheduling)
+    has_next_step = config.max_concurrent_batches > 1
+    return len(kv_cache.kv_cache_groups) == 1 and not (recomputes and has_next_step)
 
 
 def open_scheduler_side(
@@ -141,10 +144,9 @@ def open_scheduler_side(
 ) -> SchedulerSide | None:
     """Return the scheduler side with its store open; None if this engine is not supported."""
     parallel = vllm_config.parallel_config
-    assert vllm_config.kv_transfer_config is not None
-    engine_id = str(vllm_config.kv_transfer_config.engine_id)
-    workers = rendezvous.collect_geometries(engine_id, parallel.tensor_parallel_size)
-    geometry = workers[0]
+    engine = rendezvous.engine_name(vllm_config)
+    workers = rendezvous.collect_geometries(engine, parallel.world_size)
+    geometry = _whole_geometry(workers)
     reason = engine_identity.unsupported_reason(geometry)
     if reason is not None:
         logger.warning("HeteroConnector stores nothing for this model: %s", reason)
@@ -209,6 +211,20 @@ def open_scheduler_side(
         identifier=RequestIdentifier(
             recorder, media_ids(config, vllm_config), config.load_deadline_s / _PEER_SHARE
         ),
+        num_ranks=len(workers),
+    )
+
+
+def _whole_geometry(workers: Sequence[WorkerGeometry]) -> WorkerGeometry:
+    """Return the geometry of all pipeline stages together, as of rank 0 of an only stage."""
+    stages = [x for x in workers if x.rank == workers[0].rank]
+    model = merge_stages([x.model for x in stages])
+    refusals = [*(x.replay_refusal for x in stages), replay_support.model_refusal(model)]
+    return replace(
+        workers[0],
+        model=model,
+        attention_backends=tuple(sorted({x for s in stages for x in s.attention_backends})),
+        replay_refusal=next(filter(None, refusals), None),
     )
 
 

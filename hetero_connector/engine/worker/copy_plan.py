@@ -8,7 +8,7 @@ chunk.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -41,9 +41,11 @@ class Copies:
 class CopyPlanner:
     """Plans one rank's copies. Null pages and pages outside the given blocks are left out."""
 
-    def __init__(self, layout: ArtifactLayout, rank: int) -> None:
+    def __init__(self, layout: ArtifactLayout, rank: int, layers: Container[str]) -> None:
+        """`layers`: those of this rank's pipeline stage; an artifact has the layers of all."""
         self._layout = layout
         self._rank = rank
+        self._layers = layers
 
     def plan_loads(self, loads: Iterable[Load]) -> list[Copies]:
         """Return every copy of some loads."""
@@ -112,7 +114,8 @@ class CopyPlanner:
         start = span.start + index * span.chunk_tokens
         end = min(start + span.chunk_tokens, span.end)
         all_segments = self._layout.segments(span.state_type, start, end)
-        segments = tuple(x for x in all_segments if x.num_pages)
+        own = (x for x in all_segments if x.layer.layer in self._layers)
+        segments = tuple(x for x in own if x.num_pages)
         known: dict[tuple[int, int, int, int], int] = {}
         pages: list[_Pages] = []
         pages_of = []

@@ -15,7 +15,6 @@ from hetero_connector.engine.worker.devices import SaveLayers
 from hetero_connector.engine.worker.step_timer import StepTimer
 from hetero_connector.errors import LoadLostError, StoreError
 from hetero_connector.metrics import Recorder
-from hetero_connector.spec import ModelSpec
 
 
 class WorkerStep:
@@ -44,9 +43,9 @@ class WorkerStep:
 class StepOutcome:
     """Collects one worker's results until they are reported."""
 
-    def __init__(self, recorder: Recorder, model: ModelSpec, *, recovers: bool = True) -> None:
+    def __init__(self, recorder: Recorder, *, recovers: bool) -> None:
         self._errors = HookErrors(recorder)
-        self._takes_blocks = recovers and len({layer.group for layer in model.layers}) == 1
+        self._takes_blocks = recovers
         """True if vLLM takes a report of blocks that were not loaded."""
         self._report = WorkerReport()
         self._finished_recving: set[str] = set()

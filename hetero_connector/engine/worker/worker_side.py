@@ -54,7 +54,9 @@ class WorkerSide:
         recovers: bool = True,
         copy_engines: CopyEngines | None = None,
     ) -> None:
-        """`any_tp`: engines of other TP sizes use the state that this one stores.
+        """`layout`: of the layers of this rank's pipeline stage.
+
+        `any_tp`: engines of other TP sizes use the state that this one stores.
 
         `recovers`: vLLM goes on without blocks that it is told were not loaded.
 
@@ -71,17 +73,17 @@ class WorkerSide:
         self._microbatches = microbatches
         self._any_tp = any_tp
         self._copy_engines = copy_engines
-        self._planner = CopyPlanner(layout, rank)
         self._layers = dict.fromkeys(x.layer for x in layout.model.stored_layers)
         """The layers with state to store, in order."""
         self._device: Device | None = None
         self._timer: StepTimer | None = None
         self._arena: Arena | None = None
+        self._planner: CopyPlanner | None = None
         self._pipeline = LayerPipeline()
         self._timed_waits: set[str] = set()
         """The first layer of each batch of this step's layer-wise loads."""
         self._hooks = LayerHooks()
-        self.outcome = StepOutcome(recorder, layout.model, recovers=recovers)
+        self.outcome = StepOutcome(recorder, recovers=recovers)
         self._step: WorkerStep | None = None
         self._under_way: list[tuple[Callable[[], bool], Callable[[], None]]] = []
         """For copies that a device has not ended: a test if it has, and what reports them."""
@@ -108,20 +110,27 @@ class WorkerSide:
         if self._device is not None:
             self._device.warm_up()
 
-    def attach(self, handle: ArenaHandle) -> None:
-        """Map and pin the arena, once. Pinning takes seconds, so vLLM calls this at start.
+    @property
+    def is_attached(self) -> bool:
+        """True if copies can be made, or there are none to make."""
+        return self._arena is not None or self._device is None
 
-        Raises StoreError if the arena cannot be mapped or pinned.
+    def attach(self, handle: ArenaHandle, layout: ArtifactLayout) -> None:
+        """Map and pin the arena, once. Pinning takes seconds, so it is done at start if possible.
+
+        `layout`: of the layers of all pipeline stages, which an artifact has. Raises StoreError if
+        the arena cannot be mapped or pinned.
         """
         if self._arena is None and self._device is not None:
             arena = Arena.attach(handle)
             try:
-                largest = max(self._layout.max_bytes.values(), default=0)
+                largest = max(layout.max_bytes.values(), default=0)
                 self._device.attach(arena.view, largest)
             except BaseException:
                 arena.close()
                 raise
             self._arena = arena
+            self._planner = CopyPlanner(layout, self._rank, self._layers)
 
     def begin_step(self, meta: StepMetadata) -> None:
         """Begin a step with the saves of finished requests. This is the first hook of every step.
@@ -158,7 +167,6 @@ class WorkerSide:
             self.outcome.check_loads()
             assert self._timer is not None
             end_wait = self._timer.start_wait()
-            self._find_arena(meta)
             try:
                 self._start_parked(step)
                 self._start_layerwise([x for x in meta.loads if not x.parked], hooks_called)
@@ -258,11 +266,9 @@ class WorkerSide:
         assert self._device is not None, "register_kv_caches was not called"
         return self._device
 
-    def _find_arena(self, meta: StepMetadata) -> None:
-        """Attach the arena if vLLM has not called `attach`: inside a MultiConnector it may not."""
-        if self._arena is None:
-            assert meta.arena is not None, "every step's metadata carries the arena"
-            self.attach(meta.arena)
+    def _get_planner(self) -> CopyPlanner:
+        assert self._planner is not None, "this worker has found no arena"
+        return self._planner
 
     def _enter_step(self, meta: StepMetadata) -> WorkerStep:
         """Return the step of `meta`. If it is new, end the one before, without its copies."""
@@ -316,8 +322,7 @@ class WorkerSide:
 
     def _copy_early_saves(self, meta: StepMetadata) -> None:
         """Copy pages of finished requests before this step overwrites them."""
-        self._find_arena(meta)
-        copies = self._planner.plan_saves(save.copy for save in meta.early_saves)
+        copies = self._get_planner().plan_saves(save.copy for save in meta.early_saves)
         self._get_device().prepare_saves(copies)(list(self._layers))
         self._get_device().make_forward_wait_for_saves()
 
@@ -327,7 +332,7 @@ class WorkerSide:
         if not loads:
             return
         assert self._timer is not None
-        copies = self._planner.plan_loads(loads)
+        copies = self._get_planner().plan_loads(loads)
         has_ended = self._get_device().load_parked(copies, self._timer.start_copies)
 
         def report() -> None:
@@ -345,9 +350,9 @@ class WorkerSide:
         overlap = hooks_called and (self._layerwise == "on" or is_large)
         overlapped: list[Copies] = []
         if overlap:
-            before, overlapped = self._planner.plan_layerwise(loads)
+            before, overlapped = self._get_planner().plan_layerwise(loads)
         else:
-            before = self._planner.plan_loads(loads)
+            before = self._get_planner().plan_loads(loads)
         hooked = [x for x in self._layers if x in self._hooks]
         unhooked = [x for x in self._layers if x not in self._hooks]
         waits = self._start_copies(before, [list(self._layers)])
@@ -373,9 +378,8 @@ class WorkerSide:
         return self._get_device().load(copies, batches, self._timer.start_copies)
 
     def _save_layers(self, step: WorkerStep, layers: Sequence[str]) -> None:
-        self._find_arena(step.meta)
         if step.save_layers is None:
-            copies = self._planner.plan_saves(save.copy for save in step.meta.saves)
+            copies = self._get_planner().plan_saves(save.copy for save in step.meta.saves)
             step.save_layers = self._get_device().prepare_saves(copies)
         step.save_layers(layers)
 
