@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.spec.presets import PRESETS
 from hetero_connector.spec.state_types import Family, StateType
-from hetero_connector.store.catalog.slot_geometry import SlotGeometry, bundles_of
+from hetero_connector.store.catalog.slot_geometry import SlotGeometry, bundles_of, dram_geometry
 from hetero_connector.units import GIB
 
 DENSE, MLA, WINDOW, TAIL = (
@@ -92,6 +92,11 @@ def test_one_bundle_has_equally_many_slots_of_each_type() -> None:
     geometry = SlotGeometry.by_use({DENSE: 8192, MLA: 4096}, 5 * 12288 + 8192)
     assert (geometry.num_slots(DENSE), geometry.num_slots(MLA)) == (5, 5)
     assert geometry.num_chunks == 5
+
+
+def test_in_dram_one_bundle_has_no_zones() -> None:
+    geometry = dram_geometry({DENSE: 8192, MLA: 4096}, 5 * 12288 + 8192)
+    assert geometry == SlotGeometry(5, {DENSE: 8192, MLA: 4096})
 
 
 @given(geometry=geometries(), offset=st.integers(0, 3_000_000))

@@ -209,8 +209,13 @@ class SlotGeometry:
 
 
 def dram_geometry(slot_bytes: Mapping[StateType, int], dram_bytes: int) -> SlotGeometry:
-    """The DRAM tier's slots. Raises ConfigError (`dram_gib`) if they do not hold one chunk."""
-    geometry = SlotGeometry.by_use(slot_bytes, dram_bytes)
+    """The DRAM tier's slots. Raises ConfigError (`dram_gib`) if they do not hold one chunk.
+
+    One bundle needs no zones: its types are used equally.
+    """
+    has_one_bundle = len(bundles_of(slot_bytes)) == 1
+    cut = SlotGeometry.fit if has_one_bundle else SlotGeometry.by_use
+    geometry = cut(slot_bytes, dram_bytes)
     if not geometry.count:
         needed = geometry.chunk_bytes
         raise ConfigError(

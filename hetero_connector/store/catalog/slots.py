@@ -236,8 +236,10 @@ class _Region:
         """The same for peers to read. Never read here: others can write it, too."""
         self._geometry = geometry
         self._type = state_type
+        # A slot's zone is asked for several times in each save.
+        self._count = geometry.count
         self._per_zone = geometry.first_slot(state_type, 1) - geometry.first_slot(state_type, 0)
-        """Slots in a whole zone."""
+        """Slots in a whole zone; the last zone may have fewer, and then `state` ends before."""
 
     def set_generation(self, slot: int, generation: int) -> None:
         self.generations[slot] = generation
@@ -249,27 +251,27 @@ class _Region:
         if not self.num_free:
             return None
         if self.open:
-            latest = self._geometry.first_slot(self._type, next(reversed(self.open)))
+            latest = self._count + next(reversed(self.open)) * self._per_zone
             for place in (latest,) if near < 0 else (near + 1, near, latest):
                 if (slot := self.pop_in_zone(place)) is not None:
                     return slot
         if self.released:
             slot = self.released.pop()
         else:
-            slot = self.state.find(_FREE, self.fresh, self._geometry.count)
+            slot = self.state.find(_FREE, self.fresh, self._count)
             self.fresh = slot + 1
         self._use(slot)
         return slot
 
     def pop_in_zone(self, place: int) -> int | None:
         """Take a free slot of the zone of slot `place`: that one, or one after it if it can be."""
-        zone = self._geometry.zone_of(self._type, place)
+        zone = self._zone_of(place)
         if zone not in self.open:
             return None
-        slots = self.slots_of(zone)
-        slot = self.state.find(_FREE, place, slots.stop)
+        first = self._count + zone * self._per_zone
+        slot = self.state.find(_FREE, place, first + self._per_zone)
         if slot < 0:
-            slot = self.state.find(_FREE, slots.start, place)
+            slot = self.state.find(_FREE, first, place)
         self._use_in_zone(slot, zone)
         return slot
 
@@ -323,9 +325,12 @@ class _Region:
         self.state[slots.start : slots.stop] = bytes([state]) * len(slots)
         self.num_free += len(slots) if state == _FREE else -len(slots)
 
+    def _zone_of(self, slot: int) -> int:
+        return -1 if slot < self._count else (slot - self._count) // self._per_zone
+
     def _use_in_zone(self, slot: int, zone: int) -> None:
         self._use(slot)
-        first = self._geometry.count + zone * self._per_zone
+        first = self._count + zone * self._per_zone
         if self.state.find(_FREE, first, first + self._per_zone) < 0:
             del self.open[zone]
 
@@ -342,7 +347,7 @@ class _Region:
             return False
         self.state[slot] = _FREE
         self.num_free += 1
-        zone = self._geometry.zone_of(self._type, slot)
+        zone = self._zone_of(slot)
         if zone < 0:
             self.released.append(slot)
         else:

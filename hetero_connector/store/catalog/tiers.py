@@ -350,6 +350,8 @@ class Tiers:
         newer state too, has made free slots for its own types, and a start for the next call. The
         rest of its own chunk stays: a checkpoint is of no use without it.
         """
+        if not pool.geometry.num_zones or len(pool.geometry.bundles) == 1:
+            return False
         chunk = list(wanting.node.artifacts.values())
         for artifact in chunk:
             artifact.pins += 1
@@ -361,8 +363,6 @@ class Tiers:
     def _evict_older(self, pool: SlotPool, kind: StateType, than: Artifact | None) -> bool:
         """Evict what other types used before `than`; return whether there is a slot for `kind`."""
         tier, geometry = pool.tier, pool.geometry
-        if not geometry.num_zones:
-            return False
         others = [t for t in geometry.stride_bytes if t not in geometry.bundle_with(kind)]
         next_rank = partial(self._next_rank, tier)
         left = _MAX_EVICTED
