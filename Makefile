@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 # Two processes; tests that share an engine run in the same one, see tests/engine/conftest.py.
 ON_ENGINE := -n 2 --dist loadgroup --no-loadscope-reorder
 
-ON_SECOND_RUNNER := $(addprefix tests/engine/test_,exactness.py async_scheduling.py situations.py full_steps.py draft_models.py)
+ON_SECOND_RUNNER := $(addprefix tests/engine/test_,exactness.py async_scheduling.py situations.py full_steps.py draft_models.py pipeline.py)
 SECOND_RUNNER := PYTHONPATH=tests/second_runner $(RUN) -m pytest -q -p second_runner
 SLOW_ON_SECOND_RUNNER := $(addprefix tests/engine/test_,exact_matrix.py soak.py random_sampling.py replay.py full_steps.py fleet.py fleet_faults.py)
 # Run again with copies as late as may be, and with FULL graphs.

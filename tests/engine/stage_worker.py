@@ -1,8 +1,8 @@
 """A worker with which vLLM's CPU build runs pipeline stages.
 
-A stage after the first needs a buffer for the output of the one before. vLLM 0.32 makes it in its
-warm-up, which the CPU build leaves out for a model that is not compiled. Only the engine's worker
-processes import this module: vLLM's worker puts stand-ins for CUDA into torch.
+A stage after the first needs a buffer for the output of the one before. The first model runner of
+vLLM 0.32 makes it in a warm-up, which the CPU build leaves out without compilation. Only the
+engine's worker processes import this module: vLLM's worker puts stand-ins for CUDA into torch.
 """
 
 from __future__ import annotations

@@ -42,6 +42,21 @@ def test_stages_restore_their_own_layers(model: str) -> None:
 
 
 @pytest.mark.slow
+def test_ranks_of_stages_restore_their_part_of_their_layers() -> None:
+    with engine("dense", {"dram_gib": 0.1}, **TWO_STAGES, tensor_parallel_size=2) as llm:
+        generate(llm, PROMPT)
+        settle(llm)
+        with no_restores(llm):
+            reference = generate(llm, PROMPT, max_tokens=8)
+        forget_local(llm)
+        restored = generate(llm, PROMPT, max_tokens=8)
+        assert restored.num_cached_tokens == 1376
+        assert restored.tokens == reference.tokens
+        assert delta(restored, reference) <= 1e-4
+        assert_no_leaks(llm)
+
+
+@pytest.mark.slow
 def test_windows_are_replayed_through_the_stages() -> None:
     with engine("gemma3", {"dram_gib": 0.1}, **TWO_STAGES, max_num_batched_tokens=512) as llm:
         generate(llm, PROMPT)
@@ -59,7 +74,7 @@ def test_windows_are_replayed_through_the_stages() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["dense", "gptoss", "qwen3_next"])
+@pytest.mark.parametrize("model", ["dense", "gptoss"])
 def test_batches_in_flight_restore_and_save(model: str) -> None:
     """Each stage computes another step; prompts take several, and slots are few."""
     prompts = [prompt_tokens(900 + 200 * i, seed=100 + i) for i in range(6)]

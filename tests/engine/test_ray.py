@@ -41,7 +41,7 @@ def _cluster() -> Iterator[None]:
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # the names of its sockets must be short
     ray.init(
         num_cpus=4,
-        num_gpus=2,
+        num_gpus=6,  # vLLM keeps those of an engine that has ended
         include_dashboard=False,
         object_store_memory=100 << 20,
         _temp_dir=folder,
