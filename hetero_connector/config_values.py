@@ -131,12 +131,14 @@ def fleet_directory(key: str, value: object) -> str:
     """Check the URL of a fleet's directory; "" for none. Its Redis part is checked on joining."""
     if isinstance(value, str) and (value in ("", "memory://") or value.startswith(_REDIS)):
         return value
+    shown = _shown(without_password(value) if isinstance(value, str) else value)
     expected = f"'', 'memory://' or a URL that begins with one of {', '.join(_REDIS)}"
-    raise ConfigError(key, f"expected {expected}; got {_without_password(value)}")
+    raise ConfigError(key, f"expected {expected}; got {shown}")
 
 
-def _without_password(value: object) -> str:
-    return _shown(re.sub(r"//.*@", "//...@", value) if isinstance(value, str) else value)
+def without_password(url: str) -> str:
+    """Return the URL without user and password."""
+    return re.sub(r"//.*@", "//...@", url)
 
 
 def lease(key: str, value: object) -> float:

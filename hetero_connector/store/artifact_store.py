@@ -31,7 +31,7 @@ from hetero_connector.store.catalog.prefetch_schedule import (
 from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved, default_seconds_saved
 from hetero_connector.store.catalog.slot_geometry import dram_geometry
-from hetero_connector.store.catalog.tiers import Tiers
+from hetero_connector.store.catalog.tiers import Occupancy, Tiers
 from hetero_connector.store.catalog.write_budget import WriteBudget
 from hetero_connector.store.garbage import Freezer
 from hetero_connector.store.io_thread import IoThread
@@ -337,6 +337,14 @@ class ArtifactStore:
     def leave_to_ssd(self) -> None:
         """Drop every DRAM copy that is on SSD too and not in use: to measure the SSD."""
         self.catalog.leave_to_ssd()
+
+    def occupancy(self) -> list[Occupancy]:
+        """Return the contents of each tier. Any thread may ask."""
+        return self.catalog.occupancy()
+
+    def health(self) -> dict[str, float]:
+        """Return the gauges that say what works, by name. Any thread may ask."""
+        return self.catalog.health()
 
     def publish_gauges(self) -> None:
         """Write occupancy into the recorder now."""

@@ -122,6 +122,25 @@ def doctor(
     return EXIT_BAD if failed else EXIT_OK
 
 
+@_command(app, _STATE, "status", "status --json")
+def status(
+    decisions: Annotated[int, typer.Option(min=0, help="Newest decisions to show.")] = 10,
+    as_json: _Json = False,
+) -> int:
+    """Ask this user's running engines what they store and how they decided."""
+    from hetero_connector.tools import status as engines
+
+    found = engines.ask_all()
+    if as_json:
+        print(json.dumps(found, indent=2))
+    elif found:
+        engines.show(found, decisions)
+    if not found:
+        _note("no engine of this user runs on this machine with HeteroConnector")
+        return EXIT_BAD
+    return EXIT_OK
+
+
 @_command(app, _STATE, "inspect /nvme/kv", "inspect /nvme/kv --json")
 def inspect(dir: _Stored, as_json: _Json = False) -> int:
     """List what is stored, by model and state type."""

@@ -21,7 +21,7 @@ class Watched:
         self.engine.recorder.drain()
         self.now_s = 100.0
         self.made: list[RestoreDecision] = []
-        predictions = self.engine.side._predictions
+        predictions = self.engine.side.predictions
         predictions._clock = lambda: self.now_s
         decided = predictions.on_decision
 

@@ -668,7 +668,7 @@ def test_calibrate_takes_arguments_as_a_json_object_only(
     assert "not a JSON object" in capsys.readouterr().err
 
 
-COMMANDS = ["doctor", "inspect", "verify", "calibrate", "explain", "reset", "simulate"]
+COMMANDS = ["doctor", "status", "inspect", "verify", "calibrate", "explain", "reset", "simulate"]
 
 
 @pytest.mark.parametrize("command", [*([x] for x in COMMANDS), ["trace", "stats"]])

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from hetero_connector.artifacts.record import StoredChunk
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.decision import RestoreAction, RestoreDecision
 from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.store.artifact_store import ArtifactStore
+
+RECENT = 256
+"""Decisions that are kept for people to look at."""
 
 
 class Prediction(NamedTuple):
@@ -62,6 +67,11 @@ class Predictions:
         self._store = store
         self._clock = clock
         self._open: dict[str, Prediction] = {}
+        self._recent = deque[Mapping[str, Any]](maxlen=RECENT)
+
+    def recent(self) -> list[Mapping[str, Any]]:
+        """Return the newest decisions whose first token has come. Any thread may ask."""
+        return list(self._recent.copy())  # one call that no other thread can interrupt
 
     def on_decision(
         self,
@@ -107,6 +117,24 @@ class Predictions:
         self._recorder.observe("heterocache_reuse_benefit_seconds", observed_s, kind="observed")
         if observed_s < 0 < benefit_s:
             self._recorder.add("heterocache_lost_restores")
+        plan = decision.plan
+        self._recent.append(
+            {
+                "request_id": request_id,
+                "time": time.time(),
+                "prompt_tokens": prediction.num_tokens,
+                "local_tokens": prediction.local_tokens,
+                "stored_tokens": prediction.stored[-1].chunk.end if prediction.stored else 0,
+                "choice": prediction.choice,
+                "boundary": plan.boundary if plan else prediction.local_tokens,
+                "replayed_tokens": plan.replay_tokens if plan else 0,
+                "tiers": sorted(tier.value for tier in plan.source_tiers) if plan else [],
+                "is_parked": plan is not None and plan.parked,
+                "predicted_s": predicted_s,
+                "observed_s": took_s,
+                "computing_s": decision.nothing.ttft_s,
+            }
+        )
 
     def forget(self, request_id: str) -> None:
         """Drop the decision: the request ended before its first token."""

@@ -7,10 +7,12 @@ another thread may call `close`.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -44,6 +46,8 @@ from hetero_connector.engine.scheduler.restorer import Restorer
 from hetero_connector.engine.scheduler.saver import Saver
 from hetero_connector.engine.scheduler.sessions import Mode as PrefetchMode
 from hetero_connector.engine.scheduler.sessions import Sessions
+from hetero_connector.engine.scheduler.status import EngineStatus, MakeProfile
+from hetero_connector.engine.scheduler.status_socket import StatusServer
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoints import CheckpointPolicy
 from hetero_connector.planner.plan import WindowReplay
@@ -57,6 +61,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.heterocache")
 
 _IDLE_STEP_S = 500e-6
 _SOURCES = {
@@ -108,7 +114,7 @@ class SchedulerSide:
         self._is_recurrent = StateType.RECURRENT in layout.model.state_types
         self._layerwise = layerwise
         self._parking: Parking = parking
-        self._predictions = Predictions(recorder, self.costs.load, store, clock)
+        self.predictions = Predictions(recorder, self.costs.load, store, clock)
         self._peers = PeerMatcher(layout, store, fleet, recorder, clock, load_deadline_s)
         self._restorer = Restorer(
             layout,
@@ -116,7 +122,7 @@ class SchedulerSide:
             recorder,
             policies.planner,
             self._engine_load,
-            self._predictions,
+            self.predictions,
             self._peers,
             deadline_s=load_deadline_s,
             clock=clock,
@@ -142,6 +148,7 @@ class SchedulerSide:
             num_ranks,
         )
         self.idle_steps = IdleSteps(recorder.has_news)
+        self._status: StatusServer | None = None
         self._early = EarlySaves(self._saver, recorder, layout.model)
         self._broken = False
         """True once a load has failed on a worker, which loads and saves nothing from then on, or
@@ -266,8 +273,8 @@ class SchedulerSide:
         if tracker is None:
             return 0
         self._queue.remove(request.request_id)
-        self._predictions.on_progress(request.request_id, request.num_tokens)
-        self._predictions.forget(request.request_id)
+        self.predictions.on_progress(request.request_id, request.num_tokens)
+        self.predictions.forget(request.request_id)
         self._admissions.forget(tracker)
         # Without a step since its admission, a load may still fill its pages: this connector's, or
         # that of another one in a MultiConnector.
@@ -292,6 +299,17 @@ class SchedulerSide:
         """True while the engine must step: a worker's report is to arrive, or news to leave."""
         return self._saver.awaits_reports or bool(self._early) or self.idle_steps.is_due
 
+    def serve_status(self, path: Path, about: Mapping[str, Any], profile: MakeProfile) -> None:
+        """Answer questions about this engine at a Unix socket, until `close`.
+
+        An engine that cannot open it serves all the same.
+        """
+        status = EngineStatus(about, self.store, self.predictions, profile)
+        try:
+            self._status = StatusServer(path, {"status": status})
+        except OSError as error:
+            logger.warning("no status socket at %s: %s", path, error)
+
     def close(self) -> None:
         """Leave the fleet, write sealed artifacts to SSD and release the tiers. Idempotent.
 
@@ -300,6 +318,8 @@ class SchedulerSide:
         """
         self._broken = True
         self.idle_steps.close()
+        if self._status is not None:
+            self._status.close()
         self.identifier.close()
         self._peers.close()
         self.store.close()
@@ -362,7 +382,7 @@ class SchedulerSide:
         tracker = self._trackers.get(request_id)
         if tracker is None:
             return
-        self._predictions.on_progress(request_id, tracker.request.num_tokens)
+        self.predictions.on_progress(request_id, tracker.request.num_tokens)
         if (
             tracker.outdated
             or self._broken

@@ -21,7 +21,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,6 +153,25 @@ def find_arena(engine: str) -> tuple[ArenaHandle, ArtifactLayout] | None:
 
 def withdraw_arena(engine: str) -> None:
     _arena_file(engine).unlink(missing_ok=True)
+
+
+def status_path(engine: str) -> Path:
+    """Return the path of this process's status socket, and remove those of dead engines."""
+    for path, namespace, pid in _status_paths():
+        if namespace == _pid_namespace() and not _is_alive(pid):
+            path.unlink(missing_ok=True)
+    return _directory() / f"{engine}.{_pid_namespace()}.{os.getpid()}.status"
+
+
+def status_paths() -> list[Path]:
+    """Return the status sockets of this user's engines; some may be of engines that were killed."""
+    return [path for path, _, _ in _status_paths()]
+
+
+def _status_paths() -> Iterator[tuple[Path, str, str]]:
+    for path in sorted(_directory().glob("*.status")):
+        if named := re.fullmatch(r".+\.(\d+)\.(\d+)\.status", path.name):
+            yield path, named[1], named[2]
 
 
 def _arena_file(engine: str) -> Path:

@@ -7,15 +7,17 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from hetero_connector import machine
+from hetero_connector import __version__, machine
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.artifacts.tensor_parallel import refusal
-from hetero_connector.config import HeteroConfig
+from hetero_connector.config import KEYS, HeteroConfig
+from hetero_connector.config_values import without_password
 from hetero_connector.engine.scheduler import idle_steps, weight_updates
 from hetero_connector.engine.scheduler.fleet import Fleet
 from hetero_connector.engine.scheduler.media import media_ids
@@ -192,7 +194,7 @@ def open_scheduler_side(
     weight_updates.observe()
     idle_steps.observe()
     hasher = ChainHasher(identity.digest, chunk_tokens)
-    return SchedulerSide(
+    side = SchedulerSide(
         layout,
         hasher,
         store,
@@ -213,6 +215,13 @@ def open_scheduler_side(
         ),
         num_ranks=len(workers),
     )
+    name = str(vllm_config.model_config.model)
+    side.serve_status(
+        rendezvous.status_path(engine),
+        _about(name, engine, layout, identity.digest, config),
+        lambda: CostProfile.of(planner.costs, name, subject),
+    )
+    return side
 
 
 def _whole_geometry(workers: Sequence[WorkerGeometry]) -> WorkerGeometry:
@@ -226,6 +235,24 @@ def _whole_geometry(workers: Sequence[WorkerGeometry]) -> WorkerGeometry:
         attention_backends=tuple(sorted({x for s in stages for x in s.attention_backends})),
         replay_refusal=next(filter(None, refusals), None),
     )
+
+
+def _about(
+    model: str, engine: str, layout: ArtifactLayout, digest: bytes, config: HeteroConfig
+) -> dict[str, Any]:
+    """Return what people ask of an engine that does not change while it runs."""
+    values = {key.name: getattr(config, key.name) for key in KEYS}
+    plain = {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
+    return {
+        "model": model,
+        "engine": engine,
+        "pid": os.getpid(),
+        "heterocache": __version__,
+        "vllm": engine_identity.engine_version(),
+        "fingerprint": digest.hex(),
+        "chunk_tokens": layout.chunk_tokens,
+        "config": {**plain, "directory": without_password(config.directory)},
+    }
 
 
 def _join(config: HeteroConfig, vllm_config: VllmConfig, recorder: Recorder) -> Fleet | None:

@@ -38,7 +38,7 @@ from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
 from hetero_connector.store.catalog.replicas import Replicas
 from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.catalog.tick_times import TickTimes
-from hetero_connector.store.catalog.tiers import Tiers
+from hetero_connector.store.catalog.tiers import Occupancy, Tiers
 from hetero_connector.store.catalog.write_budget import WriteBudget
 from hetero_connector.store.catalog.writes import Write, Writes
 
@@ -694,6 +694,11 @@ class Catalog:
         self.tiers.check_integrity()
 
     @_locked
+    def occupancy(self) -> list[Occupancy]:
+        """Return the contents of each tier."""
+        return self.tiers.occupancy()
+
+    @_locked
     def snapshot(self) -> Snapshot:
         """Count what is under way."""
         return Snapshot(
@@ -750,12 +755,18 @@ class Catalog:
             self.tiers.publish_gauges()
             self._publish_health()
 
-    def _publish_health(self) -> None:
-        self._recorder.set("heterocache_io_alive", float(self.serves_loads))
+    def health(self) -> dict[str, float]:
+        """Return the gauges that say what works, by name."""
+        found = {"io_alive": float(self.serves_loads)}
         if self.config.ssd_dir is not None:
-            self._recorder.set("heterocache_ssd_writable", float(self.writes.is_writable))
-            self._recorder.set("heterocache_ssd_readable", float(self.ssd_readable))
-            self._recorder.set("heterocache_ssd_quarantined_bytes", self.late_bytes)
+            found["ssd_writable"] = float(self.writes.is_writable)
+            found["ssd_readable"] = float(self.ssd_readable)
+            found["ssd_quarantined_bytes"] = float(self.late_bytes)
+        return found
+
+    def _publish_health(self) -> None:
+        for name, value in self.health().items():
+            self._recorder.set(f"heterocache_{name}", value)
 
 
 def _end_save(save: Save) -> list[Artifact]:

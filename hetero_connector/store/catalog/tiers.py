@@ -10,9 +10,10 @@ may be taken again at once, but nothing is written until the journal has forgott
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import inf
+from typing import NamedTuple
 
 from hetero_connector.artifacts.record import ArtifactId, SlotRef, StoredChunk, Tier
 from hetero_connector.metrics import Recorder
@@ -33,6 +34,16 @@ _SHORT = 8
 """A tier with less than one in so many slots free is about to evict."""
 _MAX_EVICTED = 64
 """Artifacts of other types that leave for one slot at most: a millisecond of the engine's time."""
+
+
+class Occupancy(NamedTuple):
+    """The contents of a tier, and what it can hold."""
+
+    tier: Tier
+    capacity_bytes: int
+    artifacts: Mapping[StateType, int]
+    bytes: Mapping[StateType, int]
+    """Useful bytes, without padding."""
 
 
 class Tiers:
@@ -241,18 +252,27 @@ class Tiers:
             if artifact.pins or self._pins.has(artifact)
         ]
 
+    def occupancy(self) -> list[Occupancy]:
+        """Return the contents of each tier."""
+        pools = [self.dram] if self.ssd is None else [self.dram, self.ssd]
+        return [
+            Occupancy(
+                pool.tier,
+                pool.geometry.size_bytes,
+                {kind: self._count[pool.tier, kind] for kind in pool.geometry.stride_bytes},
+                {kind: self._bytes[pool.tier, kind] for kind in pool.geometry.stride_bytes},
+            )
+            for pool in pools
+        ]
+
     def publish_gauges(self) -> None:
         """Write occupancy into the recorder."""
-        pools = [self.dram] if self.ssd is None else [self.dram, self.ssd]
-        for pool in pools:
-            tier = pool.tier
-            self._recorder.set(
-                "heterocache_capacity_bytes", pool.geometry.size_bytes, tier=tier.value
-            )
-            for kind in pool.geometry.stride_bytes:
+        for tier, capacity_bytes, artifacts, num_bytes in self.occupancy():
+            self._recorder.set("heterocache_capacity_bytes", capacity_bytes, tier=tier.value)
+            for kind in artifacts:
                 labels = {"tier": tier.value, "state_type": kind.value}
-                self._recorder.set("heterocache_bytes", self._bytes[tier, kind], **labels)
-                self._recorder.set("heterocache_artifacts", self._count[tier, kind], **labels)
+                self._recorder.set("heterocache_bytes", num_bytes[kind], **labels)
+                self._recorder.set("heterocache_artifacts", artifacts[kind], **labels)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless index, slots and accounts agree."""

@@ -1,0 +1,80 @@
+"""`heterocache status`: asks the running engines of this user through their sockets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from hetero_connector.engine.scheduler.status_socket import ask
+from hetero_connector.engine.startup.rendezvous import status_paths
+from hetero_connector.units import size_text
+
+Status = Mapping[str, Any]
+
+
+def ask_all() -> list[Status]:
+    """Return the status of every engine that answers. Engines that were killed are left out."""
+    found: list[Status] = []
+    for path in status_paths():
+        try:
+            found.append(ask(path, "status"))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def show(engines: Sequence[Status], max_decisions: int, console: Console | None = None) -> None:
+    """Print each engine's tiers, health and newest decisions for a terminal."""
+    console = console or Console(highlight=False)
+    for status in engines:
+        engine = status["engine"]
+        hours = (status["now"] - engine["started"]) / 3600
+        console.print(
+            f"[bold]{escape(engine['model'])}[/bold]  pid {engine['pid']}, up {hours:.1f} h, "
+            f"heterocache {engine['heterocache']}, vLLM {engine['vllm']}"
+        )
+        broken = [name for name in _WORKING if status["health"].get(name, 1.0) == 0.0]
+        console.print(f"[red]not working: {', '.join(broken)}[/red]" if broken else "healthy")
+        console.print(_tiers(status["tiers"]))
+        decisions = status["decisions"][-max_decisions:] if max_decisions else []
+        if decisions:
+            console.print(_decisions(decisions))
+
+
+_WORKING = ("io_alive", "ssd_writable", "ssd_readable")
+"""Gauges that are 1 while all is well."""
+
+
+def _tiers(tiers: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("tier", "state", "artifacts", "stored", "capacity", box=None)
+    for tier in tiers:
+        for kind, artifacts in tier["artifacts"].items():
+            stored, capacity = tier["bytes"][kind], tier["capacity_bytes"]
+            table.add_row(
+                tier["tier"], kind, f"{artifacts:,}", size_text(stored), size_text(capacity)
+            )
+    return table
+
+
+def _decisions(decisions: Sequence[Mapping[str, Any]]) -> Table:
+    columns = ("time", "request", "tokens", "stored", "restored", "from", "choice")
+    table = Table(*columns, "predicted", "observed", "computing", box=None)
+    for x in decisions:
+        restored = x["boundary"] - x["local_tokens"]
+        table.add_row(
+            time.strftime("%H:%M:%S", time.localtime(x["time"])),
+            Text(x["request_id"].encode("unicode_escape").decode()),  # a client chose it
+            f"{x['prompt_tokens']:,}",
+            f"{x['stored_tokens']:,}",
+            f"{restored:,}" + (f" - {x['replayed_tokens']:,}" if x["replayed_tokens"] else ""),
+            "+".join(x["tiers"]) or "-",
+            x["choice"],
+            *(f"{1e3 * x[name]:.0f} ms" for name in ("predicted_s", "observed_s", "computing_s")),
+        )
+    return table

@@ -1,0 +1,150 @@
+"""A running engine answers questions at its socket, and nothing that a client does harms it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from hetero_connector.engine.scheduler import status_socket
+from hetero_connector.engine.scheduler.status_socket import MAX_REQUEST_BYTES, StatusServer, ask
+from hetero_connector.engine.startup import rendezvous
+from hetero_connector.tools import status as tool
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    folder = tmp_path / ("long" * 40)  # longer than the address of a socket may be
+    folder.mkdir()
+    return folder / "engine.status"
+
+
+@pytest.fixture
+def server(path: Path) -> Iterator[StatusServer]:
+    server = StatusServer(path, {"status": lambda: {"tiers": [1, 2]}, "bad": fail})
+    yield server
+    server.close()
+
+
+def fail() -> dict[str, Any]:
+    raise RuntimeError("a defect")
+
+
+def connect(path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(10)
+    with status_socket._short(path) as address:
+        connection.connect(address)
+    return connection
+
+
+def test_a_question_is_answered(server: StatusServer, path: Path) -> None:
+    assert ask(path, "status") == {"tiers": [1, 2]}
+    assert ask(path, "status") == {"tiers": [1, 2]}
+
+
+def test_only_this_user_can_connect(server: StatusServer, path: Path) -> None:
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+
+
+QUESTIONS = [
+    *(b"", b"\n", b"{}\n", b"[1]\n", b"null\n", b'{"get": []}\n', b'{"get": "weights"}\n'),
+    *(b"\xff\n", b"[" * (MAX_REQUEST_BYTES + 1), b"x" * 100_000),
+]
+
+
+@pytest.mark.parametrize("line", QUESTIONS)
+def test_another_question_is_answered_with_what_can_be_asked(
+    server: StatusServer, path: Path, line: bytes
+) -> None:
+    with connect(path) as connection:
+        try:
+            connection.sendall(line)
+            connection.shutdown(socket.SHUT_WR)
+            answer = json.loads(b"".join(iter(lambda: connection.recv(4096), b"")))
+            assert "ask one of status, bad" in answer["error"]
+        except (ConnectionResetError, BrokenPipeError):
+            assert len(line) > MAX_REQUEST_BYTES, "it answers without reading on"
+    assert ask(path, "status") == {"tiers": [1, 2]}
+
+
+def test_clients_that_hang_or_leave_do_not_stop_it(
+    server: StatusServer, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_socket, "_PATIENCE_S", 0.1)
+    silent = [connect(path) for _ in range(3)]
+    connect(path).close()
+    assert ask(path, "status") == {"tiers": [1, 2]}
+    for connection in silent:
+        connection.close()
+
+
+def test_an_answer_that_fails_is_logged_and_costs_one_connection(
+    server: StatusServer, path: Path
+) -> None:
+    with pytest.raises(ValueError, match="Expecting value"):
+        ask(path, "bad")
+    assert ask(path, "status") == {"tiers": [1, 2]}
+
+
+def test_a_closed_engine_leaves_nothing(path: Path) -> None:
+    before = threading.active_count()
+    server = StatusServer(path, {})
+    server.close()
+    server.close()
+    with pytest.raises(OSError, match="No such file"):
+        ask(path, "status")
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline, "its thread goes on"
+        time.sleep(0.01)
+
+
+def test_sockets_of_killed_engines_are_not_shown_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_directory", lambda: tmp_path)
+    (tmp_path / f"gone.{rendezvous._pid_namespace()}.999999999.status").write_text("")
+    assert tool.ask_all() == []
+    own = rendezvous.status_path("e")
+    assert rendezvous.status_paths() == []
+    server = StatusServer(own, {"status": lambda: {"engine": 1}})
+    try:
+        assert tool.ask_all() == [{"engine": 1}]
+    finally:
+        server.close()
+
+
+def test_a_clients_request_id_is_printed_as_it_is() -> None:
+    decision = {
+        "request_id": "[red]x[/red]\x1b[2J", "time": 0.0, "prompt_tokens": 5200, "local_tokens": 16,
+        "stored_tokens": 5120, "choice": "replay", "boundary": 5120, "replayed_tokens": 384,
+        "tiers": ["dram", "ssd"], "is_parked": False, "predicted_s": 0.083, "observed_s": 0.091,
+        "computing_s": 0.614,
+    }  # fmt: skip
+    tiers = {
+        "tier": "dram", "capacity_bytes": 1 << 30, "artifacts": {"dense_kv": 7},
+        "bytes": {"dense_kv": 3 << 20},
+    }  # fmt: skip
+    about = {"model": "m", "pid": 1, "heterocache": "0.1.0", "vllm": "0.32.0", "started": 0.0}
+    status = {"engine": about, "now": 7200.0, "health": {"io_alive": 1.0, "ssd_writable": 0.0}}
+    status |= {"tiers": [tiers], "decisions": [decision]}
+    console = Console(width=200, record=True, file=io.StringIO())
+    tool.show([status], 10, console)
+    shown = console.export_text()
+    for expected in (
+        "up 2.0 h", "not working: ssd_writable", "3 MiB", "1 GiB", "[red]x[/red]", "5,104 - 384",
+        "dram+ssd", "83 ms", "91 ms", "614 ms",
+    ):  # fmt: skip
+        assert expected in shown
+    assert "\x1b" not in shown
