@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -80,6 +80,15 @@ def ranks_of(server: Server) -> list[psutil.Process]:
     return found
 
 
+@contextmanager
+def stopped(process: psutil.Process) -> Iterator[None]:
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
 def restored(server: Server, prompt: Sequence[int], answer: Reply) -> float:
     """Let the engine answer from the store; return the number of restored tokens."""
     before = value(server, "hit_tokens")
@@ -117,7 +126,7 @@ def test_a_rank_stopped_for_longer_than_the_deadlines_changes_no_answer(
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         until("it is stored", lambda p=prompt, a=answer: restored(server, p, a) > 0)  # type: ignore[misc]
     saved: list[Reply] = []
-    stopped = ranks_of(server)[rank]
+    process = ranks_of(server)[rank]
     for prompt in fresh:
         server.reset_prefix_cache()
         asked = [Asked(server, p) for p in (*PROMPTS, prompt)]
@@ -125,10 +134,9 @@ def test_a_rank_stopped_for_longer_than_the_deadlines_changes_no_answer(
         for thread in (*asked, long):
             thread.start()
         time.sleep(rng.random() * 0.1)
-        stopped.send_signal(signal.SIGSTOP)
-        time.sleep(STOPPED_S)
-        assert long.reply is None, "nothing was under way: the test shows nothing"
-        stopped.send_signal(signal.SIGCONT)
+        with stopped(process):
+            time.sleep(STOPPED_S)
+            assert long.reply is None, "nothing was under way: the test shows nothing"
         for thread, answer in zip(asked, answers, strict=False):
             same(thread.answered(), answer)
         saved.append(asked[-1].answered())
