@@ -75,7 +75,10 @@ def full_decodes(sizes: Sequence[int] = CAPTURE_SIZES) -> AbstractContextManager
 
 @contextmanager
 def _full_graphs(dispatch: Dispatch) -> Iterator[list[int]]:
-    """Run the model eagerly in place of the FULL graphs that `dispatch` asks for."""
+    """Run the model eagerly in place of the FULL graphs that `dispatch` asks for.
+
+    Engines without a connector run eagerly: they are a reference.
+    """
     from vllm.distributed.kv_transfer import kv_transfer_state
     from vllm.forward_context import set_forward_context
     from vllm.v1.worker.gpu import model_runner
@@ -86,6 +89,7 @@ def _full_graphs(dispatch: Dispatch) -> Iterator[list[int]]:
     """Of the present step: its runner, batch, attention metadata and slot mappings."""
     captured: dict[tuple[int, str], int] = {}
     """Address of each runner's and layer's slot mapping."""
+    eager = model_runner.dispatch_cg_and_sync_dp
     build_mappings = model_runner.build_slot_mappings_by_layer
     before_forward = ActiveKVConnector.pre_forward
     execute = model_runner.GPUModelRunner.execute_model
@@ -125,8 +129,12 @@ def _full_graphs(dispatch: Dispatch) -> Iterator[list[int]]:
                 intermediate_tensors=None,
             )
 
+    def dispatch_with_connector(*arguments: Any, **kw: Any) -> tuple[Any, Any]:
+        has_connector = isinstance(now["runner"].kv_connector, ActiveKVConnector)
+        return (dispatch if has_connector else eager)(*arguments, **kw)
+
     with (
-        patch.object(model_runner, "dispatch_cg_and_sync_dp", dispatch),
+        patch.object(model_runner, "dispatch_cg_and_sync_dp", dispatch_with_connector),
         patch.object(model_runner, "build_slot_mappings_by_layer", note_mappings),
         patch.object(ActiveKVConnector, "pre_forward", note_batch),
         patch.object(model_runner.GPUModelRunner, "execute_model", note_runner),
