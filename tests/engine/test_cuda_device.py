@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from heterocache_cuda.driver import Driver
-from heterocache_cuda.mover import UPLOADS
+from heterocache_cuda.mover import UPLOADS, LaunchSizes
 from heterocache_cuda.pinned import PinnedArena
 
 from hetero_connector.artifacts.layout import ArtifactLayout
@@ -28,7 +28,7 @@ from hetero_connector.engine.messages import (
     Save,
     StepMetadata,
 )
-from hetero_connector.engine.worker import worker_side
+from hetero_connector.engine.worker import cuda_device, worker_side
 from hetero_connector.engine.worker.cuda_device import CudaDevice
 from hetero_connector.engine.worker.worker_side import WorkerSide
 from hetero_connector.errors import StoreError
@@ -154,7 +154,18 @@ def test_the_forwards_time_stops_once_for_each_batch_of_layers(worker: Worker) -
     assert [timing.step for timing in report.timings] == [7]
 
 
-def test_nothing_waits_for_a_parked_load(worker: Worker) -> None:
+@pytest.fixture
+def eight_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch of a parked load may have eight programs, so the ten layers take two."""
+    monkeypatch.setattr(cuda_device, "LAUNCH_SIZES", LaunchSizes(programs=8))
+
+
+def test_a_parked_load_of_few_layers_is_one_launch(worker: Worker) -> None:
+    calls = worker.step(StepMetadata(loads=[load(SECOND, parked=True)]))
+    assert calls[-1] == ("parked loads", "moves", "10 jobs")
+
+
+def test_nothing_waits_for_a_parked_load(eight_programs: None, worker: Worker) -> None:
     worker.cuda.is_busy = True
     parked = replace(load(SECOND, parked=True), request_id="p", load_id=6)
     calls = worker.step(StepMetadata(loads=[parked]))
@@ -179,7 +190,7 @@ def test_nothing_waits_for_a_parked_load(worker: Worker) -> None:
     assert dict(report.loaded) == {6: 1}
 
 
-def test_parked_loads_are_timed_where_they_run(worker: Worker) -> None:
+def test_parked_loads_are_timed_where_they_run(eight_programs: None, worker: Worker) -> None:
     worker.step(StepMetadata(loads=[load(SECOND, parked=True)], timed_as=3))
     report = worker.side.take_report()
     assert report is not None

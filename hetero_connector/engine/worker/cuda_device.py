@@ -15,6 +15,7 @@ from heterocache_cuda.bounce import BounceBuffer
 from heterocache_cuda.driver import Driver
 from heterocache_cuda.layout import WIDEST_ACCESS, PageLayout
 from heterocache_cuda.mover import (
+    LAUNCH_SIZES,
     Int64Array,
     Job,
     Mode,
@@ -135,8 +136,10 @@ class CudaDevice:
         return [_wait_for(event) for event in self._load(self._loads, copies, batches, time)]
 
     def load_parked(self, copies: Sequence[Copies], time: StartTimer) -> Callable[[], bool]:
-        # A launch for all layers would take most of the multiprocessors from the others' decodes.
-        layers, size = list(self._pages), self.layers_per_copy
+        # A launch has a program for each job at least. One for all layers would take most of the
+        # multiprocessors from the others' decodes.
+        jobs = max(len(pages.layouts) for pages in self._pages.values())
+        layers, size = list(self._pages), max(1, LAUNCH_SIZES.programs // jobs)
         batches = [layers[i : i + size] for i in range(0, len(layers), size)]
         *_, last = self._load(self._parked_loads, copies, batches, time)
         return last.query
