@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -32,6 +32,7 @@ from hetero_connector.supported_vllm import check_version
 if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -239,6 +240,11 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler.on_invalid_blocks()
             report = meta if isinstance(meta, WorkerReport) else WorkerReport()
             self._scheduler.on_report(report)
+
+    @is_a_miss(tuple)
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return the block events of what is stored; none unless the engine publishes its own."""
+        return self._scheduler.take_events() if self._scheduler else ()
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -36,8 +36,7 @@ LEFT_TO_VLLM = {
     "set_xfer_handshake_metadata": "ranks meet through files",
     "set_xfer_handshake_metadata_pp_aware": "the same",
     "supports_divergent_local_hybrid_hits": "False: local hits are complete in all groups",
-    "get_kv_connector_kv_cache_events": "no events are published",
-    "take_events": "the same",
+    "get_kv_connector_kv_cache_events": "the scheduler side has the store, so it makes the events",
 }
 """Hooks that are not overridden, and why."""
 

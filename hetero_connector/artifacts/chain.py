@@ -62,6 +62,11 @@ class ChainHasher:
         root = encode(["heterocache chain root", fingerprint, chunk_tokens, generation, weights])
         self._root = hashlib.blake2b(root, digest_size=KEY_BYTES).digest()
 
+    @property
+    def root(self) -> bytes:
+        """Return the key that every chain of this hasher begins with."""
+        return self._root
+
     def with_root(self, generation: bytes, weights: bytes) -> ChainHasher:
         """Return a hasher of the same model in another generation, or with other weights."""
         return ChainHasher(self._fingerprint, self.chunk_tokens, generation, weights)
@@ -104,6 +109,16 @@ class RequestChain:
         chain = RequestChain(hasher, self._extra_keys)
         chain.extend(self._token_ids)
         return chain
+
+    @property
+    def chunk_tokens(self) -> int:
+        """The number of tokens of a full chunk."""
+        return self._hasher.chunk_tokens
+
+    @property
+    def root(self) -> bytes:
+        """Return the key that the chain begins with."""
+        return self._hasher.root
 
     @property
     def num_tokens(self) -> int:

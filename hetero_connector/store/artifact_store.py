@@ -21,7 +21,7 @@ from hetero_connector.errors import StoreClosedError
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.arena import Arena
-from hetero_connector.store.base import ReadTiming, Save, StoreConfig, Wanted
+from hetero_connector.store.base import ChunkCopies, ReadTiming, Save, StoreConfig, Wanted
 from hetero_connector.store.catalog.catalog import Catalog, Snapshot
 from hetero_connector.store.catalog.prefetch_schedule import (
     DEFAULT_COSTS,
@@ -178,6 +178,27 @@ class ArtifactStore:
         """Return those of `state_types` that are neither sealed nor being saved for this chunk."""
         self._check_open()
         return self.catalog.missing(chunk, state_types)
+
+    def note_changes(self) -> None:
+        """Note from now on which chunks change, for `take_changed`. Costs nothing before."""
+        with self.catalog.locked():
+            self.catalog.tiers.index.note_changes()
+
+    @property
+    def has_changed(self) -> bool:
+        """Return whether `take_changed` has something to return. Any thread may ask."""
+        return bool(self.catalog.tiers.index.changed)
+
+    def take_changed(self, limit: int) -> list[ChunkKey]:
+        """Return up to `limit` chunks of which a copy came to a tier, or left one, oldest first.
+
+        Each chunk is returned once for all its changes since it was last returned.
+        """
+        return self.catalog.take_changed(limit)
+
+    def copies_of(self, chunks: Sequence[ChunkKey]) -> list[ChunkCopies | None]:
+        """Return the tiers that have each chunk's sealed state now; None for an unknown chunk."""
+        return self.catalog.copies_of(chunks)
 
     def begin_restore(
         self,

@@ -74,6 +74,20 @@ class Wanted(NamedTuple):
     chunks: Sequence[StoredChunk]
 
 
+class ChunkCopies(NamedTuple):
+    """The state types of one chunk that are sealed, by the tiers that have a copy."""
+
+    dram: frozenset[StateType]
+    ssd: frozenset[StateType]
+    is_held: bool
+    """False if it is a missing chunk: nothing of it is stored, or being saved."""
+
+    @property
+    def state_types(self) -> frozenset[StateType]:
+        """Return the state types that either tier has."""
+        return self.dram | self.ssd
+
+
 class ReadTiming(NamedTuple):
     """One restore's reads from one tier."""
 

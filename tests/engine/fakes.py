@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,15 @@ class FakeRequest:
     @property
     def num_tokens(self) -> int:
         return len(self.all_token_ids)
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        """vLLM's hashes of the whole blocks of 16 tokens, chained; adapters are not in them."""
+        hashes, above = list[bytes](), repr(self.cache_salt).encode()
+        for start in range(0, self.num_tokens - 15, 16):
+            above = hashlib.sha256(above + repr(self.all_token_ids[start:][:16]).encode()).digest()
+            hashes.append(above)
+        return hashes
 
 
 class FakeBlockTables:

@@ -12,6 +12,7 @@ from vllm.v1.request import RequestStatus
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.engine.messages import StepMetadata, WorkerReport
+from hetero_connector.engine.scheduler.block_events import BlockEvents, EventGroup
 from hetero_connector.engine.scheduler.fleet import Fleet
 from hetero_connector.engine.scheduler.scheduler_side import Policies, SchedulerSide
 from hetero_connector.metrics import COUNTERS, Recorder
@@ -48,9 +49,13 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         run_io: bool = True,
         parking: Parking = "never",
+        event_group: EventGroup | None = None,
         **store: Any,
     ) -> None:
-        """`parking`: `ask` checks the answers for "never" and "always" only."""
+        """`parking`: `ask` checks the answers for "never" and "always" only.
+
+        With an `event_group` there are block events.
+        """
         self.parking = parking
         self.asks_again = fleet is not None
         self.layout = ArtifactLayout(model, CHUNK)
@@ -72,11 +77,15 @@ class Engine:
         self.costs = CostModel(ComputeRegression(), LoadModel(model.state_types))
         replay_tokens = window_replay.tokens if window_replay else 0
         planner = RestorePlanner(self.layout, self.costs, mode, replay_tokens=replay_tokens)
+        events = None
+        if event_group is not None:
+            replay = replay_tokens if window_replay else None
+            events = BlockEvents(event_group, model, self.store, replay)
         self.side = SchedulerSide(
             self.layout, ChainHasher(b"f" * 32, CHUNK), self.store, self.recorder,
             Policies(planner, checkpoints or Full(), window_replay),
             layerwise=True, parking=parking, load_deadline_s=LOAD_DEADLINE_S, fleet=fleet,
-            clock=clock,
+            events=events, clock=clock,
         )  # fmt: skip
         self.tables = FakeBlockTables()
         self.side.bind(self.tables)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ SSD.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -40,6 +40,7 @@ from hetero_connector.store.base import Save as StoreSave
 class _Collected:
     """Artifacts of one request that one order saves, and their pages."""
 
+    tracker: RequestTracker
     save_ids: list[int] = field(default_factory=list)
     artifacts: list[ArtifactCopy] = field(default_factory=list)
     pages: dict[tuple[StateType, int], range] = field(default_factory=dict)
@@ -166,6 +167,8 @@ class Saver:
         self._reservations = Reservations(store, num_ranks)
         self._policy = checkpoints
         self._kept = KeptBoundaries()
+        self.on_reserved: Callable[[RequestTracker, ChunkRange], None] = lambda tracker, chunk: None
+        """Called with each chunk of which state is going to be saved."""
         self._plain_types = tuple(
             t for t in self._model.state_types if t is not StateType.RECURRENT
         )
@@ -311,7 +314,7 @@ class Saver:
         self, tracker: RequestTracker, known: int, table: BlockTable
     ) -> _Collected:
         """Reserve the missing state of every full chunk up to `known`, parents first."""
-        collected = _Collected()
+        collected = _Collected(tracker)
         size = self._layout.chunk_tokens
         index = self._first_chunk_to_save(tracker, known // size)
         while (index + 1) * size <= known:
@@ -395,6 +398,7 @@ class Saver:
         reservation = self._store.begin_save(chunk, sizes)
         if reservation is None:
             return False
+        self.on_reserved(collected.tracker, chunk)
         collected.save_ids.append(self._reservations.add(reservation, verdict))
         for state_type, offset in reservation.offsets.items():
             copy = ArtifactCopy(state_type, chunk.start, chunk.end, offset)
@@ -431,7 +435,7 @@ class Saver:
         return {b: ids for b, ids in by_boundary.items() if groups <= ids.keys() and groups}
 
     def _collect_recurrent(self, tracker: RequestTracker, boundary: int) -> _Collected:
-        collected = _Collected()
+        collected = _Collected(tracker)
         chunks, rest = divmod(boundary, self._layout.chunk_tokens)
         if not rest and self._choose_checkpoint(tracker, chunks):
             chunk = tracker.chain.ending_at(boundary)

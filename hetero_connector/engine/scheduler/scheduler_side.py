@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.hook_errors import HookErrors
 from hetero_connector.engine.messages import StepMetadata, WorkerReport
 from hetero_connector.engine.scheduler.admissions import Admissions
+from hetero_connector.engine.scheduler.block_events import BlockEvents
 from hetero_connector.engine.scheduler.block_tables import (
     BlockTable,
     current_table,
@@ -58,6 +59,7 @@ from hetero_connector.spec import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -100,10 +102,13 @@ class SchedulerSide:
         load_deadline_s: float,
         fleet: Fleet | None = None,
         identifier: RequestIdentifier | None = None,
+        events: BlockEvents | None = None,
         clock: Callable[[], float] = time.monotonic,
         num_ranks: int | None = None,
     ) -> None:
-        """`num_ranks`: ranks of all pipeline stages; None: those of a single stage."""
+        """`events`: None if no block events are published. `num_ranks`: ranks of all pipeline
+        stages; None: those of a single stage.
+        """
         self.planner = policies.planner
         self.costs = policies.planner.costs
         self.store = store
@@ -128,7 +133,11 @@ class SchedulerSide:
             clock=clock,
         )
         self._learner = CostLearner(self.costs, layout, store, clock)
+        self._events = events
         self._saver = Saver(layout, store, num_ranks, policies.checkpoints)
+        if events is not None:
+            events.on_new_root(self.root.hasher.root)
+            self._saver.on_reserved = events.on_stored
         self._sessions = Sessions(
             layout, store, self.costs, policies.think_times, clock, policies.prefetch
         )
@@ -147,7 +156,7 @@ class SchedulerSide:
             self._table,
             num_ranks,
         )
-        self.idle_steps = IdleSteps(recorder.has_news)
+        self.idle_steps = IdleSteps(self._has_news)
         self._status: StatusServer | None = None
         self._early = EarlySaves(self._saver, recorder, layout.model)
         self._broken = False
@@ -162,6 +171,8 @@ class SchedulerSide:
         self._kv_cache_manager = kv_cache_manager
         self.root.bind(kv_cache_manager)
         self._restorer.may_replay = can_hide(kv_cache_manager)
+        if self._events is not None:
+            self._events.bind(kv_cache_manager)
 
     def match(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
         """`get_num_new_matched_tokens`: return the tokens restorable beyond the local hit.
@@ -207,6 +218,8 @@ class SchedulerSide:
         self._peers.forget(tracker)
         if not self._admissions.is_parked(request.request_id):
             self._queue.on_admitted(tracker)
+        if self._events is not None:
+            self._events.on_admitted(tracker)
 
     def hit_sources(self, request: Request) -> dict[CacheHitSource, int]:
         """Return the tokens of the admitted restore by vLLM's name of their tier."""
@@ -245,6 +258,8 @@ class SchedulerSide:
     def on_report(self, report: WorkerReport) -> None:
         """`update_connector_output`: seal the finished saves and release the finished loads."""
         self._broken |= report.broken
+        if report.broken and self._events is not None:
+            self._events.on_new_root(None)
         for save_id, ranks in report.saved.items():
             self._saver.on_report(save_id, ranks)
         for save_id, ranks in report.unsaved.items():
@@ -261,6 +276,10 @@ class SchedulerSide:
         self._saver.distrust()
         for tracker in self._trackers.values():
             tracker.outdated = True
+
+    def take_events(self) -> Sequence[KVCacheEvent]:
+        """`take_events`: return the block events that the step publishes, after vLLM's own."""
+        return self._events.take() if self._events is not None else ()
 
     def on_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> int:
         """`request_finished_all_groups`: order the save of the request's end.
@@ -297,7 +316,9 @@ class SchedulerSide:
     @property
     def has_work(self) -> bool:
         """True while the engine must step: a worker's report is to arrive, or news to leave."""
-        return self._saver.awaits_reports or bool(self._early) or self.idle_steps.is_due
+        has_backlog = self._events is not None and self._events.has_backlog
+        is_due = self.idle_steps.is_due or has_backlog
+        return self._saver.awaits_reports or bool(self._early) or is_due
 
     def serve_status(self, path: Path, about: Mapping[str, Any], profile: MakeProfile) -> None:
         """Answer questions about this engine at a Unix socket, until `close`.
@@ -330,6 +351,8 @@ class SchedulerSide:
             self._restorer.forget(tracker)
             self._saver.forget(tracker)
             tracker.change_root(hasher)
+        if self._events is not None:
+            self._events.on_new_root(None if self._broken else hasher.root)
         self._queue.requeue_waiting(self._trackers.values())
 
     def _has_outdated_requests(self) -> bool:
@@ -347,6 +370,11 @@ class SchedulerSide:
         if (self._has_unanswered or awaits_device) and not output.num_scheduled_tokens:
             time.sleep(_IDLE_STEP_S)
         self._has_unanswered = False
+
+    def _has_news(self) -> bool:
+        """Return whether a step would have metrics or block events to report. On any thread."""
+        has_events = self._events is not None and self._events.has_news
+        return has_events or self._recorder.has_news()
 
     def _engine_load(self, new: RequestTracker) -> EngineLoad:
         """Return the tracked work that the engine has before the request `new`."""

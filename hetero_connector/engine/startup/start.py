@@ -19,6 +19,7 @@ from hetero_connector.artifacts.tensor_parallel import refusal
 from hetero_connector.config import KEYS, HeteroConfig
 from hetero_connector.config_values import without_password
 from hetero_connector.engine.scheduler import idle_steps, weight_updates
+from hetero_connector.engine.scheduler.block_events import BlockEvents, EventGroup
 from hetero_connector.engine.scheduler.fleet import Fleet
 from hetero_connector.engine.scheduler.media import media_ids
 from hetero_connector.engine.scheduler.request_identifier import RequestIdentifier
@@ -214,6 +215,7 @@ def open_scheduler_side(
             recorder, media_ids(config, vllm_config), config.load_deadline_s / _PEER_SHARE
         ),
         num_ranks=len(workers),
+        events=_block_events(vllm_config, kv_cache, layout.model, store, window_replay),
     )
     name = str(vllm_config.model_config.model)
     side.serve_status(
@@ -253,6 +255,27 @@ def _about(
         "chunk_tokens": layout.chunk_tokens,
         "config": {**plain, "directory": without_password(config.directory)},
     }
+
+
+def _block_events(
+    vllm_config: VllmConfig,
+    kv_cache: KVCacheConfig,
+    model: ModelSpec,
+    store: ArtifactStore,
+    window_replay: WindowReplay | None,
+) -> BlockEvents | None:
+    """Return the maker of block events; None unless the engine publishes its own."""
+    settings = vllm_config.kv_events_config
+    if settings is None or not settings.enable_kv_cache_events:
+        return None
+    group = EventGroup.of(kv_cache)
+    if group is None:
+        logger.warning(
+            "no KV events are published of what is stored: routers index blocks of full "
+            "attention, and this model has none"
+        )
+        return None
+    return BlockEvents(group, model, store, window_replay.tokens if window_replay else None)
 
 
 def _join(config: HeteroConfig, vllm_config: VllmConfig, recorder: Recorder) -> Fleet | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,9 +28,9 @@ from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, StoredChunk, Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.base import Failure, Save, StoreConfig, Wanted
+from hetero_connector.store.base import ChunkCopies, Failure, Save, StoreConfig, Wanted
 from hetero_connector.store.catalog.chain_users import ChainUsers
-from hetero_connector.store.catalog.exports import as_it_stands
+from hetero_connector.store.catalog.exports import as_it_stands, sealed_copies
 from hetero_connector.store.catalog.hit_samples import ONE_IN, HitSamples
 from hetero_connector.store.catalog.loads import Load, Loads, Source
 from hetero_connector.store.catalog.nodes import Artifact
@@ -269,6 +270,20 @@ class Catalog:
         self.users.clear()
         self.prefetcher.clear()
         self._lock.notify_all()
+
+    # --- block events -----------------------------------------------------------------------------
+
+    @_locked
+    def take_changed(self, limit: int) -> list[ChunkKey]:
+        """Return chunks that have changed; see `ArtifactStore.take_changed`."""
+        changed = self.tiers.index.changed or OrderedDict()
+        return [changed.popitem(last=False)[0] for _ in range(min(limit, len(changed)))]
+
+    @_locked
+    def copies_of(self, chunks: Iterable[ChunkKey]) -> list[ChunkCopies | None]:
+        """Return the copies of each chunk; see `ArtifactStore.copies_of`."""
+        nodes = map(self.tiers.index.nodes.get, chunks)
+        return [None if node is None else sealed_copies(node) for node in nodes]
 
     # --- sessions ---------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable
 
 from hetero_connector.artifacts.copies import ExportChange, ExportedCopy
-from hetero_connector.store.catalog.nodes import Artifact
+from hetero_connector.store.base import ChunkCopies
+from hetero_connector.store.catalog.nodes import Artifact, Node
 
 _MAX_CHANGES = 1 << 16
 
@@ -25,6 +26,16 @@ def as_it_stands(artifact: Artifact) -> ExportChange | None:
         artifact.ssd is not None,
     )
     return ExportChange(artifact.node.chunk, artifact.state_type, copy, artifact.token)
+
+
+def sealed_copies(node: Node) -> ChunkCopies:
+    """Return the tiers of a chunk's sealed artifacts. Needs the lock."""
+    sealed = [artifact for artifact in node.artifacts.values() if artifact.sealed]
+    return ChunkCopies(
+        frozenset(a.state_type for a in sealed if a.dram is not None),
+        frozenset(a.state_type for a in sealed if a.ssd is not None),
+        bool(node.artifacts),
+    )
 
 
 class ExportFeed:

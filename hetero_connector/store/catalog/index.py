@@ -13,7 +13,7 @@ name. Its parent is unknown: it is kept below the root until it is added with it
 from __future__ import annotations
 
 import struct
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from operator import attrgetter
@@ -52,8 +52,15 @@ class PrefixIndex:
         """Missing chunks: nothing of them is stored, and something after them is."""
         self.num_added = 0
         """Chunks that were ever added."""
+        self.changed: OrderedDict[ChunkKey, None] | None = None
+        """Chunks of which a sealed copy came or left, the oldest change first; None: not noted."""
         self._tails = TailLengths()
         self._tiers = SharedTiers()
+
+    def note_changes(self) -> None:
+        """Note changed chunks from now on."""
+        if self.changed is None:
+            self.changed = OrderedDict()
 
     def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
         """Return the longest prefix of `chain` of which every chunk has something sealed."""
@@ -240,6 +247,8 @@ class PrefixIndex:
         for artifact in gone:
             artifact.life = Life.FORGOTTEN
             artifact.node.artifacts.clear()  # else these two would be a cycle
+        if self.changed is not None:
+            self.changed.update(dict.fromkeys(self.nodes))
         self.root = Node(self.root.chunk, None)
         self.nodes = {ROOT: self.root}
         self._tails = TailLengths()
@@ -320,6 +329,8 @@ class PrefixIndex:
         node.stored = stored
         if before is not None:
             before.stale = True
+        if self.changed is not None:
+            self.changed[node.key] = None
         length = node.chunk.end - node.chunk.start
         if (before is None) != (stored is None) and length < self._chunk_tokens:
             self._tails.count(node.chunk.parent, length, 1 if tiers else -1)

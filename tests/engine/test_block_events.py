@@ -1,0 +1,106 @@
+"""A router that reads the engine's events sees what the store can restore."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.event_consumer import Consumer, Subscriber
+from tests.engine.harness import (
+    engine,
+    flipped,
+    forget,
+    generate,
+    leave_on_ssd_only,
+    prompt_tokens,
+    scheduler_side,
+    settle,
+)
+
+pytestmark = pytest.mark.engine
+CHUNK = 256
+BLOCK = 32
+
+
+@contextmanager
+def publishing(model: str, folder: Path, **extra: Any) -> Iterator[tuple[Any, Subscriber]]:
+    """Yield an engine that publishes its events, and a subscriber."""
+    from vllm.config import KVEventsConfig
+
+    endpoints = [f"ipc://{folder}/{name}" for name in ("events", "replay")]
+    settings = KVEventsConfig(
+        enable_kv_cache_events=True, endpoint=endpoints[0], replay_endpoint=endpoints[1]
+    )
+    stored = {"dram_gib": 0.1, "ssd_gib": 0.2, "ssd_dir": str(folder / "ssd"), **extra}
+    subscriber = Subscriber(*endpoints)
+    try:
+        with engine(model, {"chunk_tokens": CHUNK, **stored}, kv_events_config=settings) as llm:
+            yield llm, subscriber
+    finally:
+        subscriber.close()
+
+
+def publish(llm: Any) -> None:
+    """Let an idle engine step until it has published all changes."""
+    side = scheduler_side(llm)
+    settle(llm)
+    while side._has_news():
+        side.idle_steps.look(lambda: None)
+        llm.llm_engine.step()
+        time.sleep(0.1)
+
+
+def view(subscriber: Subscriber) -> Consumer:
+    """Return what a router knows that asks for everything since the start."""
+    consumer = Consumer()
+    consumer.apply(subscriber.replay())
+    return consumer
+
+
+def tokens_in(consumer: Consumer, medium: str) -> int:
+    return len(consumer.of(medium)) * BLOCK
+
+
+def test_a_router_follows_a_dense_model_through_all_tiers(tmp_path: Path) -> None:
+    prompt = prompt_tokens(600)
+    with publishing("dense", tmp_path) as (llm, subscriber):
+        generate(llm, prompt)
+        settle(llm)
+        side = scheduler_side(llm)
+        assert side.store.flush(30.0)
+        publish(llm)
+        seen = view(subscriber)
+        in_pages = seen.of("GPU")
+        assert len(in_pages) * BLOCK == 576
+        assert seen.of("CPU") == in_pages, "both chunks, and the short one at the end"
+        assert seen.of("STORAGE") == in_pages
+        assert seen.blocks["CPU"] == seen.blocks["GPU"], "the tokens of each block"
+
+        generate(llm, flipped(prompt, 300))
+        publish(llm)
+        seen = view(subscriber)
+        assert tokens_in(seen, "CPU") == 576 + 576 - CHUNK - BLOCK, "equal blocks are one"
+
+        leave_on_ssd_only(llm)
+        publish(llm)
+        seen = view(subscriber)
+        assert seen.of("CPU") == set()
+        assert seen.of("STORAGE") >= in_pages
+
+        assert llm.reset_prefix_cache()  # consumers forget every medium
+        publish(llm)
+        generate(llm, prompt_tokens(40, seed=5))
+        publish(llm)
+        seen = view(subscriber)
+        assert seen.of("STORAGE") >= in_pages, "announced again"
+        assert not seen.of("GPU") & in_pages
+
+        forget(llm)
+        publish(llm)
+        seen = view(subscriber)
+        assert (seen.of("CPU"), seen.of("STORAGE")) == (set(), set())
