@@ -15,6 +15,8 @@ from tests.engine.harness import (
     engine,
     flipped,
     forget,
+    forget_checkpoints,
+    forget_local,
     generate,
     leave_on_ssd_only,
     prompt_tokens,
@@ -71,8 +73,7 @@ def test_a_router_follows_a_dense_model_through_all_tiers(tmp_path: Path) -> Non
     with publishing("dense", tmp_path) as (llm, subscriber):
         generate(llm, prompt)
         settle(llm)
-        side = scheduler_side(llm)
-        assert side.store.flush(30.0)
+        assert scheduler_side(llm).store.flush(30.0)
         publish(llm)
         seen = view(subscriber)
         in_pages = seen.of("GPU")
@@ -80,11 +81,13 @@ def test_a_router_follows_a_dense_model_through_all_tiers(tmp_path: Path) -> Non
         assert seen.of("CPU") == in_pages, "both chunks, and the short one at the end"
         assert seen.of("STORAGE") == in_pages
         assert seen.blocks["CPU"] == seen.blocks["GPU"], "the tokens of each block"
+        subscriber.read()
 
         generate(llm, flipped(prompt, 300))
         publish(llm)
-        seen = view(subscriber)
+        seen.apply(subscriber.read())
         assert tokens_in(seen, "CPU") == 576 + 576 - CHUNK - BLOCK, "equal blocks are one"
+        assert seen.blocks == view(subscriber).blocks, "a late subscriber has missed nothing"
 
         leave_on_ssd_only(llm)
         publish(llm)
@@ -93,14 +96,38 @@ def test_a_router_follows_a_dense_model_through_all_tiers(tmp_path: Path) -> Non
         assert seen.of("STORAGE") >= in_pages
 
         assert llm.reset_prefix_cache()  # consumers forget every medium
-        publish(llm)
         generate(llm, prompt_tokens(40, seed=5))
         publish(llm)
         seen = view(subscriber)
         assert seen.of("STORAGE") >= in_pages, "announced again"
         assert not seen.of("GPU") & in_pages
+        again = generate(llm, [*prompt, *prompt_tokens(60, seed=6)])
+        assert again.num_cached_tokens == len(in_pages) * BLOCK, "as was announced"
 
         forget(llm)
         publish(llm)
         seen = view(subscriber)
         assert (seen.of("CPU"), seen.of("STORAGE")) == (set(), set())
+
+
+def test_chunks_without_windows_do_not_count(tmp_path: Path) -> None:
+    prompt = prompt_tokens(600)
+    with publishing("gemma3", tmp_path, checkpoints="zero", replay="off") as (llm, subscriber):
+        generate(llm, prompt)
+        publish(llm)
+        events = subscriber.replay()
+        ours = [event for event in events if event.get("medium") == "CPU"]
+        kinds = {(event["group_idx"], event["kv_cache_spec_kind"]) for event in ours}
+        assert kinds == {(2, "full_attention")}
+        announced = view(subscriber).of("CPU")
+        assert len(announced) * BLOCK == 576
+        forget_local(llm)
+        again = generate(llm, [*prompt, *prompt_tokens(60, seed=6)])
+        assert again.num_cached_tokens == len(announced) * BLOCK, "as was announced"
+
+        forget_checkpoints(llm)
+        forget_local(llm)
+        generate(llm, prompt_tokens(40, seed=5))
+        publish(llm)
+        assert not view(subscriber).of("CPU") & announced
+        assert generate(llm, prompt).num_cached_tokens == 0

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from vllm.distributed.kv_events import AllBlocksCleared, KVEventBatch
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from hetero_connector.artifacts.chain import RequestChain
 from hetero_connector.artifacts.record import ROOT, ChunkKey, Tier
@@ -224,6 +227,29 @@ def test_what_a_start_finds_on_ssd_counts_from_its_first_use(tmp_path: Path) -> 
         assert router.engine.side.take_events() == []
         assert router.run([*tokens(200), *tokens(40, seed=3)]) == 192
         assert router.view.of("STORAGE") >= before
+
+
+def test_the_group_that_routers_index_is_found_behind_windows() -> None:
+    shape: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    window = SlidingWindowSpec(block_size=16, sliding_window=64, **shape)
+    full = FullAttentionSpec(block_size=32, **shape)
+
+    def group_of(*specs: Any) -> EventGroup | None:
+        groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+        return EventGroup.of(SimpleNamespace(kv_cache_groups=groups, hash_block_size=16))  # type: ignore[arg-type]
+
+    assert group_of(window, window, full) == EventGroup(2, "full_attention", 32, 16)
+    assert group_of(window) is None
+
+
+def test_hashes_of_small_blocks_are_joined_to_those_of_the_groups_blocks() -> None:
+    engine = Engine(DENSE, event_group=EventGroup(0, "full_attention", 32, 16))
+    request = FakeRequest("a", tokens(CHUNK))
+    engine.run(request)
+    (event,) = engine.side.take_events()
+    wanted = [maybe_convert_block_hash(x) for x in request.block_hashes[1::2]]  # type: ignore[arg-type]
+    assert (event.block_hashes, event.block_size) == (wanted, 32)  # type: ignore[union-attr]
+    engine.side.close()
 
 
 def test_an_engine_without_events_notes_no_changes() -> None:

@@ -130,7 +130,8 @@ class BlockEvents:
     def take(self) -> list[KVCacheEvent]:
         """Return the events of this step."""
         self._describe_noted()
-        changed = self._store.take_changed(_MAX_CHUNKS)
+        # Without news a step does not even take the store's lock.
+        changed = self._store.take_changed(_MAX_CHUNKS) if self._store.has_changed else []
         if changed or self._described:
             self._update([*self._described, *changed])
             self._described.clear()

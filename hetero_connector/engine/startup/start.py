@@ -215,7 +215,9 @@ def open_scheduler_side(
             recorder, media_ids(config, vllm_config), config.load_deadline_s / _PEER_SHARE
         ),
         num_ranks=len(workers),
-        events=_block_events(vllm_config, kv_cache, layout.model, store, window_replay),
+        events=None
+        if config.planner == "never_load"
+        else _block_events(vllm_config, kv_cache, layout.model, store, window_replay),
     )
     name = str(vllm_config.model_config.model)
     side.serve_status(
