@@ -31,10 +31,11 @@ def _observe_configurations() -> None:
     """
     from vllm.config import VllmConfig
 
-    if hasattr(VllmConfig, _OBSERVED):
+    kind: Any = VllmConfig
+    if hasattr(kind, _OBSERVED):
         return
-    setattr(VllmConfig, _OBSERVED, True)
-    original = VllmConfig.__post_init__
+    setattr(kind, _OBSERVED, True)
+    original = kind.__post_init__
 
     @functools.wraps(original)
     def check_and_init(self: Any) -> None:
@@ -44,7 +45,7 @@ def _observe_configurations() -> None:
             HeteroConfig.from_extra_config(keys)
         original(self)
 
-    VllmConfig.__post_init__ = check_and_init
+    kind.__post_init__ = check_and_init
 
 
 def _extra_configs(transfer: Any) -> Iterator[Mapping[str, Any]]:

@@ -31,7 +31,7 @@ from hetero_connector.store.catalog.prefetch_schedule import (
 from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved, default_seconds_saved
 from hetero_connector.store.catalog.slot_geometry import dram_geometry
-from hetero_connector.store.catalog.tiers import Occupancy, Tiers
+from hetero_connector.store.catalog.tiers import Health, Occupancy, Tiers
 from hetero_connector.store.catalog.write_budget import WriteBudget
 from hetero_connector.store.garbage import Freezer
 from hetero_connector.store.io_thread import IoThread
@@ -363,8 +363,8 @@ class ArtifactStore:
         """Return the contents of each tier. Any thread may ask."""
         return self.catalog.occupancy()
 
-    def health(self) -> dict[str, float]:
-        """Return the gauges that say what works, by name. Any thread may ask."""
+    def health(self) -> Health:
+        """Return what works. Any thread may ask."""
         return self.catalog.health()
 
     def publish_gauges(self) -> None:

@@ -39,7 +39,7 @@ def show(engines: Sequence[Status], max_decisions: int, console: Console | None 
             f"[bold]{escape(engine['model'])}[/bold]  pid {engine['pid']}, up {hours:.1f} h, "
             f"heterocache {engine['heterocache']}, vLLM {engine['vllm']}"
         )
-        broken = [name for name in _WORKING if status["health"].get(name, 1.0) == 0.0]
+        broken = [name for name in _WORKING if not status["health"][name]]
         console.print(f"[red]not working: {', '.join(broken)}[/red]" if broken else "healthy")
         console.print(_tiers(status["tiers"]))
         decisions = status["decisions"][-max_decisions:] if max_decisions else []
@@ -48,7 +48,7 @@ def show(engines: Sequence[Status], max_decisions: int, console: Console | None 
 
 
 _WORKING = ("io_alive", "ssd_writable", "ssd_readable")
-"""Gauges that are 1 while all is well."""
+"""Parts of the health that are true while all is well."""
 
 
 def _tiers(tiers: Sequence[Mapping[str, Any]]) -> Table:

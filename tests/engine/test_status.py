@@ -137,7 +137,11 @@ def test_a_clients_request_id_is_printed_as_it_is() -> None:
         "bytes": {"dense_kv": 3 << 20},
     }  # fmt: skip
     about = {"model": "m", "pid": 1, "heterocache": "0.1.0", "vllm": "0.32.0", "started": 0.0}
-    status = {"engine": about, "now": 7200.0, "health": {"io_alive": 1.0, "ssd_writable": 0.0}}
+    status = {
+        "engine": about,
+        "now": 7200.0,
+        "health": {"io_alive": True, "ssd_writable": False, "ssd_readable": True},
+    }
     status |= {"tiers": [tiers], "decisions": [decision]}
     console = Console(width=200, record=True, file=io.StringIO())
     tool.show([status], 10, console)

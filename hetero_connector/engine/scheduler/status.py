@@ -35,7 +35,7 @@ class EngineStatus:
             "format": STATUS_FORMAT,
             "now": time.time(),
             "engine": self._about,
-            "health": self._store.health(),
+            "health": self._store.health()._asdict(),
             "tiers": [
                 {
                     "tier": x.tier.value,

@@ -142,7 +142,7 @@ class CudaDevice:
         layers, size = list(self._pages), max(1, LAUNCH_SIZES.programs // jobs)
         batches = [layers[i : i + size] for i in range(0, len(layers), size)]
         *_, last = self._load(self._parked_loads, copies, batches, time)
-        return last.query
+        return lambda: bool(last.query())
 
     def prepare_saves(self, copies: Sequence[Copies]) -> SaveLayers:
         return partial(self._save, copies)

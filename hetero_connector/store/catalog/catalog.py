@@ -39,7 +39,7 @@ from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
 from hetero_connector.store.catalog.replicas import Replicas
 from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.catalog.tick_times import TickTimes
-from hetero_connector.store.catalog.tiers import Occupancy, Tiers
+from hetero_connector.store.catalog.tiers import Health, Occupancy, Tiers
 from hetero_connector.store.catalog.write_budget import WriteBudget
 from hetero_connector.store.catalog.writes import Write, Writes
 
@@ -770,18 +770,20 @@ class Catalog:
             self.tiers.publish_gauges()
             self._publish_health()
 
-    def health(self) -> dict[str, float]:
-        """Return the gauges that say what works, by name."""
-        found = {"io_alive": float(self.serves_loads)}
-        if self.config.ssd_dir is not None:
-            found["ssd_writable"] = float(self.writes.is_writable)
-            found["ssd_readable"] = float(self.ssd_readable)
-            found["ssd_quarantined_bytes"] = float(self.late_bytes)
-        return found
+    def health(self) -> Health:
+        """Return what works. Takes no lock."""
+        is_alive = self.serves_loads
+        if self.config.ssd_dir is None:
+            return Health(is_alive)
+        return Health(is_alive, self.writes.is_writable, self.ssd_readable, self.late_bytes)
 
     def _publish_health(self) -> None:
-        for name, value in self.health().items():
-            self._recorder.set(f"heterocache_{name}", value)
+        io_alive, ssd_writable, ssd_readable, quarantined_bytes = self.health()
+        self._recorder.set("heterocache_io_alive", float(io_alive))
+        if self.config.ssd_dir is not None:
+            self._recorder.set("heterocache_ssd_writable", float(ssd_writable))
+            self._recorder.set("heterocache_ssd_readable", float(ssd_readable))
+            self._recorder.set("heterocache_ssd_quarantined_bytes", quarantined_bytes)
 
 
 def _end_save(save: Save) -> list[Artifact]:

@@ -46,6 +46,15 @@ class Occupancy(NamedTuple):
     """Useful bytes, without padding."""
 
 
+class Health(NamedTuple):
+    """The parts of a store that may stop working; without an SSD tier its parts count as well."""
+
+    io_alive: bool
+    ssd_writable: bool = True
+    ssd_readable: bool = True
+    ssd_quarantined_bytes: int = 0
+
+
 class Tiers:
     """Index, slots and eviction of DRAM and, if there is one, SSD."""
 
