@@ -107,6 +107,7 @@ def test_an_engine_of_the_model_starts_from_it_and_its_store_is_explained_by_it(
         "planner": "cost",
         "step_tokens": 512,
         "layerwise": True,
+        "parking": "never",
         "load_deadline_s": 10.0,
         "settings_from": "recorded by its last engine",
         "costs_from": str(out),
