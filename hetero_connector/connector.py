@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -20,6 +20,7 @@ from hetero_connector.engine.hook_errors import HookErrors, is_a_miss
 from hetero_connector.engine.messages import StepMetadata, WorkerReport
 from hetero_connector.engine.prometheus import HeteroPromMetrics, HeteroStats
 from hetero_connector.engine.scheduler.handoff import handoff_answer
+from hetero_connector.engine.scheduler.idle_steps import Loop
 from hetero_connector.engine.startup import rendezvous
 from hetero_connector.engine.startup.engine_identity import engine_version
 from hetero_connector.engine.startup.heads import preferred_layout
@@ -274,10 +275,10 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler:
             self._scheduler.root.on_weights_changed(version)
 
-    def on_loop_started(self, wake: Callable[[], None]) -> None:
+    def on_loop_started(self, loop: Loop) -> None:
         """Wake an idle engine when there is something to report. `idle_steps` calls this."""
         if self._scheduler:
-            self._scheduler.idle_steps.start(wake)
+            self._scheduler.idle_steps.start(loop)
 
     # Both
 

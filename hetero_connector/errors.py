@@ -113,6 +113,13 @@ class LoadLostError(HeteroCacheError, RuntimeError):
             "would be wrong. Set planner to 'never_load' and report this"
         )
 
+    @classmethod
+    def of_device(cls, error: Exception) -> LoadLostError:
+        """Return the error of a device that cannot tell any more if its copies have ended."""
+        lost = cls("")
+        lost.args = (f"the device has failed, and with it every load under way: {error}",)
+        return lost
+
 
 class DirectoryError(HeteroCacheError, RuntimeError):
     """A call to the ownership directory failed."""

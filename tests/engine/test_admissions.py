@@ -201,8 +201,26 @@ def test_a_parked_load_that_cannot_be_made_is_reported_as_lost(
     monkeypatch.setattr(engine.side._restorer, hook, broken)
     meta = park(engine, request)
     assert (meta.loads, [x.parked for x in meta.lost]) == ([], [True])
+    monkeypatch.undo()
     assert engine.ask(FakeRequest("c", tokens(200))) == 192, "nothing is awaited"
     end(engine, FakeRequest("c", []))
+    request.num_computed_tokens = 0  # vLLM computes it again, by `kv_load_failure_policy`
+    assert engine.ask(request) == 0, "what failed would fail again, in every step"
+    end(engine, request)
+
+
+def test_a_load_is_not_both_ordered_and_lost(
+    engine_of: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would give the pages to another request while they are still filled."""
+    engine, request = engine_of(DENSE, parking="always"), FakeRequest("b", tokens(200))
+
+    def broken(*_: object) -> None:
+        raise KeyError("broken")
+
+    monkeypatch.setattr(engine.side._saver, "on_restored", broken)
+    meta = park(engine, request)
+    assert (meta.loads, [x.request_id for x in meta.lost]) == ([], ["b"])
     end(engine, request)
 
 

@@ -31,12 +31,12 @@ from hetero_connector.engine.messages import (
 from hetero_connector.engine.worker import cuda_device, worker_side
 from hetero_connector.engine.worker.cuda_device import CudaDevice
 from hetero_connector.engine.worker.worker_side import WorkerSide
-from hetero_connector.errors import StoreError
+from hetero_connector.errors import LoadLostError, StoreError
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.profile import CopyEngines
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.arena import Arena
-from tests.engine.cuda_stand_ins import Cuda, cuda_stand_ins
+from tests.engine.cuda_stand_ins import Cuda, NotedMover, cuda_stand_ins
 from tests.engine.fakes import layer
 
 KV = StateType.DENSE_KV
@@ -343,6 +343,43 @@ def test_an_arena_that_cannot_be_pinned_is_copied_through_a_buffer(worker: Worke
     assert ("cpu", "waits for", "parked loads") in worker.step(parked)
     assert all(map(torch.equal, saved, worker.pages(THIRD)))
     pinned.close()
+
+
+def test_a_device_that_fails_ends_the_engine_and_forgets_no_load(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else would notice it while all requests wait for parked loads."""
+    first = replace(load(SECOND, parked=True), request_id="p", load_id=6)
+    worker.cuda.is_busy = True
+    worker.step(StepMetadata(loads=[first]))
+    under_way = list(worker.side._under_way)
+
+    def fail(event: object) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(type(worker.cuda.events[-1]), "query", fail)
+        for _ in range(2):
+            with pytest.raises(LoadLostError, match=r"the device has failed.*illegal memory"):
+                worker.side.take_report()
+    assert worker.side._under_way == under_way
+    worker.cuda.finish()
+    assert worker.side.take_transfers() == ({"p"}, set())
+
+
+def test_an_arena_is_not_left_pinned_if_attaching_fails(worker: Worker) -> None:
+    worker.cuda._names = iter(("loads", "parked loads", "saves"))
+    other = WorkerSide(LAYOUT, 0, NUM_BLOCKS, "on", Recorder())
+    other.register(worker.caches)
+    full = torch.OutOfMemoryError("CUDA out of memory")
+    worker.side.close()
+    with (
+        patch.object(NotedMover, "reserve_uploads", side_effect=full),
+        pytest.raises(StoreError, match="out of memory"),
+    ):
+        other.attach(worker.arena.handle, LAYOUT)
+    assert not worker.cuda.pinned
+    other.close()
 
 
 def test_a_machine_without_a_driver_is_an_error_at_start(worker: Worker) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
 
 from hetero_connector.engine.scheduler import idle_steps
-from hetero_connector.engine.scheduler.idle_steps import IdleSteps
+from hetero_connector.engine.scheduler.idle_steps import IdleSteps, Loop
 from hetero_connector.errors import UnsupportedVersionError
 from hetero_connector.metrics import Recorder
 
@@ -21,13 +20,13 @@ class Engine:
     """Counts how often it is woken; `look` is a look of the thread after some seconds."""
 
     def __init__(self) -> None:
-        self.now_s, self.wakes = 0.0, 0
+        self.now_s, self.wakes, self.is_asleep = 0.0, 0, False
         self.recorder = Recorder()
         self.idle = IdleSteps(self.recorder.has_news, 1.0, lambda: self.now_s)
 
     def look(self, after_s: float) -> int:
         self.now_s += after_s
-        self.idle.look(self._wake)
+        self.idle.look(Loop(self._wake, lambda: self.is_asleep))
         return self.wakes
 
     def step(self) -> None:
@@ -59,20 +58,30 @@ def test_an_engine_that_steps_is_not_woken() -> None:
     assert engine.look(after_s=1.0) == 1
 
 
+def test_a_sleeping_engine_is_not_woken() -> None:
+    engine = Engine()
+    engine.is_asleep = True
+    engine.recorder.add("heterocache_hits")
+    assert engine.look(after_s=5.0) == 0
+    assert not engine.idle.is_due, "a message that wakes it would make it step"
+    engine.is_asleep = False
+    assert engine.look(after_s=0.0) == 1
+
+
 def test_a_closed_engine_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     idle = IdleSteps(lambda: True)
     idle.close()
-    idle.start(lambda: pytest.fail("it was woken"))
+    idle.start(Loop(lambda: pytest.fail("it was woken"), lambda: False))
     assert idle._thread is None
 
 
 class Connector:
     """Takes the function that wakes its engine."""
 
-    wake: Callable[[], None]
+    loop: Loop
 
-    def on_loop_started(self, wake: Callable[[], None]) -> None:
-        self.wake = wake
+    def on_loop_started(self, loop: Loop) -> None:
+        self.loop = loop
 
 
 def core_with(connector: object) -> Any:
@@ -97,12 +106,12 @@ def test_the_loop_gives_its_connectors_the_message_that_ends_its_wait(
     core._process_input_queue()
     core._process_input_queue()
     assert waits == [core, core], "the wait itself is unchanged"
-    inner.wake()
+    assert not inner.loop.is_asleep()
+    inner.loop.wake()
     assert core.input_queue.get_nowait() == (EngineCoreRequestType.WAKEUP, None)
     core._handle_client_request(EngineCoreRequestType.WAKEUP, None)  # vLLM ignores it otherwise
     core.model_executor.is_sleeping = True
-    inner.wake()
-    assert core.input_queue.empty(), "a sleeping engine must not step"
+    assert inner.loop.is_asleep()
     monkeypatch.delattr(EngineCoreProc, "heterocache_observes_waits")
 
 

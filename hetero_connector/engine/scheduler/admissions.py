@@ -176,6 +176,7 @@ class Admissions:
         parked = self.is_parked(request_id)
         self.forget(tracker)
         tracker.outdated = True
+        tracker.is_lost = True
         first = tracker.local_tokens // self._block_tokens
         blocks = self._tables(request_id)(0, range(first, _ALL_PAGES))
         self.lost.append(LostLoad(request_id, blocks, parked))
@@ -187,15 +188,18 @@ class Admissions:
         pending = tracker.restore
         assert pending is not None
         request_id = tracker.request.request_id
+        loads = []
         if pending.plan.replay_tokens:
             self._replays.begin(request_id, pending)
         else:
             # The ids save a walk over the thousands of block objects of a long prompt.
             table = self._tables(request_id) if block_ids is None else table_of(block_ids)
-            meta.loads.append(self._restorer.build_load(tracker, table))
+            loads.append(self._restorer.build_load(tracker, table))
+        self._saver.on_restored(pending.plan)
+        # Nothing may fail from here on: a load that is ordered must not be reported as lost, too.
+        meta.loads += loads
         self.loading[request_id].append(pending)
         tracker.restore = None
-        self._saver.on_restored(pending.plan)
 
     def _replay(self, tracker: RequestTracker, num_tokens: int, meta: StepMetadata) -> None:
         request_id = tracker.request.request_id

@@ -12,7 +12,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from hetero_connector.engine.scheduler.weight_updates import connectors_of
 from hetero_connector.errors import UnsupportedVersionError
@@ -20,6 +20,15 @@ from hetero_connector.errors import UnsupportedVersionError
 _WAIT = "_process_input_queue"
 _OBSERVED = "heterocache_observes_waits"
 _INTERVAL_S = 1.0
+
+
+class Loop(NamedTuple):
+    """The loop of an engine. Any thread may call its functions."""
+
+    wake: Callable[[], None]
+    """Ends its wait for requests."""
+    is_asleep: Callable[[], bool]
+    """Returns True if the engine's memory is released: it must not step."""
 
 
 class IdleSteps:
@@ -48,10 +57,10 @@ class IdleSteps:
         """True if the engine was woken and has not stepped since."""
         return self._is_due
 
-    def start(self, wake: Callable[[], None]) -> None:
-        """Begin to look for news. `wake` ends the engine's wait; any thread may call it."""
+    def start(self, loop: Loop) -> None:
+        """Begin to look for news, and wake this loop for it."""
         if self._thread is None and not self._closed.is_set():
-            run = functools.partial(self._run, wake)
+            run = functools.partial(self._run, loop)
             self._thread = threading.Thread(target=run, name="heterocache-idle", daemon=True)
             self._thread.start()
 
@@ -60,27 +69,28 @@ class IdleSteps:
         self._stepped_s = self._clock()
         self._is_due = False
 
-    def look(self, wake: Callable[[], None]) -> None:
-        """Wake the engine if it is idle and has news."""
-        if self._has_news() and self._clock() - self._stepped_s >= self._interval_s:
+    def look(self, loop: Loop) -> None:
+        """Wake the engine if it is idle, not asleep, and has news."""
+        is_idle = self._clock() - self._stepped_s >= self._interval_s
+        if is_idle and self._has_news() and not loop.is_asleep():
             self._is_due = True
-            wake()
+            loop.wake()
 
     def close(self) -> None:
         """End the thread. Does not wait for it."""
         self._closed.set()
 
-    def _run(self, wake: Callable[[], None]) -> None:
+    def _run(self, loop: Loop) -> None:
         while not self._closed.wait(self._interval_s):
-            self.look(wake)
+            self.look(loop)
 
 
 @runtime_checkable
 class WakeListener(Protocol):
     """A connector that may wake its engine."""
 
-    def on_loop_started(self, wake: Callable[[], None]) -> None:
-        """Take the function that ends the engine's wait for requests."""
+    def on_loop_started(self, loop: Loop) -> None:
+        """Take the loop of the engine."""
         ...
 
 
@@ -105,14 +115,14 @@ def observe() -> None:
 
     @functools.wraps(original)
     def wait(self: Any) -> Any:
-        def wake() -> None:
-            if not self.model_executor.is_sleeping:
-                self.input_queue.put_nowait(message)
-
+        loop = Loop(
+            lambda: self.input_queue.put_nowait(message),
+            lambda: bool(self.model_executor.is_sleeping),
+        )
         vars(self)[_WAIT] = functools.partial(original, self)
         for connector in connectors_of(self):
             if isinstance(connector, WakeListener):
-                connector.on_loop_started(wake)
+                connector.on_loop_started(loop)
         return original(self)
 
     setattr(EngineCoreProc, _WAIT, wait)

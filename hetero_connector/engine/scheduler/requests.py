@@ -91,6 +91,9 @@ class RequestTracker:
     """First boundary whose windows are exact; those before it must not be saved."""
     handoff_tokens: int = 0
     """Tokens stored for the engine that will decode the request; 0: none."""
+    is_lost: bool = False
+    """True if a load of it could not be ordered: from then on it is computed. What failed would
+    fail again, and vLLM asks again for a request that was parked."""
     outdated: bool = False
     """True if a reset or new weights came after its admission: its pages must not be saved."""
 

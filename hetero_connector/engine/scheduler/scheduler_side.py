@@ -189,7 +189,7 @@ class SchedulerSide:
             return 0, False
         tracker.local_tokens = local_tokens
         self._admissions.end_parking(request.request_id)  # if its load was lost, vLLM asks again
-        if self._broken:
+        if self._broken or tracker.is_lost:
             self._restorer.forget(tracker)
             return 0, False
         try:

@@ -26,6 +26,7 @@ Answer = Callable[[], Mapping[str, Any]]
 MAX_REQUEST_BYTES = 4096
 _PATIENCE_S = 2.0
 _BACKLOG = 8
+_PAUSE_S = 0.2
 
 
 class StatusServer:
@@ -35,6 +36,7 @@ class StatusServer:
         """Listen at `path`, and remove what lies there. Raises OSError."""
         self._path = path
         self._answers = answers
+        self._closed = threading.Event()
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -50,17 +52,21 @@ class StatusServer:
 
     def close(self) -> None:
         """Stop answering and remove the socket. Idempotent."""
+        self._closed.set()
         with contextlib.suppress(OSError):  # it is closed already
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder may be gone or read-only by now
+            self._path.unlink(missing_ok=True)
 
     def _run(self) -> None:
         while True:
             try:
                 connection, _ = self._listener.accept()
             except OSError:
-                return  # closed
+                if self._closed.wait(_PAUSE_S):
+                    return
+                continue  # the process has no free file descriptor, for example
             with connection:
                 self._serve(connection)
 

@@ -104,6 +104,7 @@ class CudaDevice:
         If that fails, copies go through a small buffer, and block. It also reserves the memory that
         the first copies would wait for.
         """
+        pinned = None
         try:
             driver = Driver.open(self._device.index or 0)
             pinned = PinnedArena.pin(arena, driver)
@@ -114,6 +115,9 @@ class CudaDevice:
                 with torch.cuda.stream(stream):
                     self._mover.reserve_uploads()
         except (OSError, RuntimeError) as error:
+            self._bounce = None
+            if pinned is not None:
+                pinned.close()  # the caller unmaps the arena
             raise StoreError(f"the GPU cannot use the DRAM tier's memory: {error}") from error
         self._driver, self._pinned, self._address = driver, pinned, arena.ctypes.data
         if self._copy_table and not driver.can_copy_batches:

@@ -29,7 +29,7 @@ from hetero_connector.engine.worker.layer_pipeline import LayerPipeline
 from hetero_connector.engine.worker.pages import check_cut_by_heads, page_view
 from hetero_connector.engine.worker.step_outcome import StepOutcome, WorkerStep
 from hetero_connector.engine.worker.step_timer import StepTimer
-from hetero_connector.errors import StoreError
+from hetero_connector.errors import LoadLostError, StoreError
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.profile import CopyEngines
 from hetero_connector.store.arena import Arena, ArenaHandle
@@ -303,12 +303,15 @@ class WorkerSide:
             self._under_way.append((self._get_device().fence(), report))
 
     def _report_ended_copies(self) -> None:
-        under_way, self._under_way = self._under_way, []
-        for has_ended, report in under_way:
-            if has_ended():
-                report()
-            else:
-                self._under_way.append((has_ended, report))
+        for copies in list(self._under_way):
+            has_ended, report = copies
+            try:
+                if not has_ended():
+                    continue
+            except RuntimeError as error:  # the device is lost, and with it every load under way
+                raise LoadLostError.of_device(error) from error
+            self._under_way.remove(copies)
+            report()
 
     def _finish_loads(self, step: WorkerStep) -> None:
         """Run the loads that no layer has asked for, once; errors of the step's loads are known."""
