@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hetero_connector.engine.scheduler.idle_steps import Loop
 from tests.engine.event_consumer import Consumer, Subscriber
 from tests.engine.harness import (
     engine,
@@ -52,7 +53,7 @@ def publish(llm: Any) -> None:
     side = scheduler_side(llm)
     settle(llm)
     while side._has_news():
-        side.idle_steps.look(lambda: None)
+        side.idle_steps.look(Loop(lambda: None, lambda: False))
         llm.llm_engine.step()
         time.sleep(0.1)
 
