@@ -30,7 +30,11 @@ PORT = 8000
 
 
 def services_with(given: dict[str, str]) -> dict[str, Any]:
-    """The services as Compose reads them: variables filled in, then YAML."""
+    return compose_services(COMPOSE, given)
+
+
+def compose_services(path: Path, given: dict[str, str]) -> dict[str, Any]:
+    """Return the services as Compose reads them: variables filled in, then YAML."""
 
     def value(match: re.Match[str]) -> str:
         name, how, word = match.groups()
@@ -40,7 +44,7 @@ def services_with(given: dict[str, str]) -> dict[str, Any]:
         assert how != ":?", f"{name} is not set"
         return word if how == ":-" else ""
 
-    text = re.sub(r"\$\{(\w+)(?:(:[-?])([^}]*))?\}", value, COMPOSE.read_text())
+    text = re.sub(r"\$\{(\w+)(?:(:[-?])([^}]*))?\}", value, path.read_text())
     loaded = yaml.safe_load(text)
     assert loaded["networks"].keys() == {"fleet"}
     return dict(loaded["services"])

@@ -1,0 +1,508 @@
+"""Write `deploy/grafana/heterocache.json`, the Grafana dashboard.
+
+    python scripts/make_dashboard.py
+
+The panels are declared here, because Grafana's JSON says each of them in fifty lines. A test fails
+if the file differs, or if a query names a metric or a label that does not exist.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PATH = Path(__file__).parents[1] / "deploy/grafana/heterocache.json"
+_WIDTH, _HEIGHT = 24, 8
+_DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_SELECTED = 'model_name=~"$model", instance=~"$instance"'
+
+
+class Query(NamedTuple):
+    """One query of a panel, in which `%` stands for the labels that the variables select."""
+
+    expr: str
+    legend: str
+
+    @property
+    def full(self) -> str:
+        """The query as Grafana sends it, its own variables apart."""
+        return self.expr.replace("%,", f"{_SELECTED}, ").replace("%", _SELECTED)
+
+
+class Panel(NamedTuple):
+    """One panel: a time series unless `kind` says otherwise, a third of the width by default."""
+
+    title: str
+    about: str
+    queries: Sequence[Query]
+    unit: str = "short"
+    kind: str = "timeseries"
+    width: int = 8
+    is_stacked: bool = False
+    most: float | None = None
+    """The upper end of the axis; None: as the values need."""
+
+
+def rate(metric: str, *by: str, unit: str = "", where: str = "") -> Query:
+    """Return a counter's rate by these labels."""
+    chosen = f"%,{where}" if where else "%"
+    grouped = f" by ({', '.join(by)})" if by else ""
+    legend = " ".join(f"{{{{{label}}}}}" for label in by) or unit or "all"
+    return Query(f"sum{grouped} (rate({metric}{{{chosen}}}[$__rate_interval]))", legend)
+
+
+def total(metric: str, *by: str) -> Query:
+    """Return the sum of a gauge over engines, by these labels."""
+    grouped = f" by ({', '.join(by)})" if by else ""
+    return Query(f"sum{grouped} ({metric}{{%}})", " ".join(f"{{{{{x}}}}}" for x in by) or "all")
+
+
+def quantile(share: float, metric: str, *by: str) -> Query:
+    """Return a quantile of a histogram by these labels."""
+    grouped = ", ".join(("le", *by))
+    legend = " ".join((f"p{100 * share:g}", *(f"{{{{{label}}}}}" for label in by)))
+    inner = f"sum by ({grouped}) (rate({metric}_bucket{{%}}[$__rate_interval]))"
+    return Query(f"histogram_quantile({share}, {inner})", legend)
+
+
+def mean(metric: str, where: str, legend: str) -> Query:
+    """Return the mean of a histogram's samples."""
+    over, under = (
+        f"sum (rate({metric}_{part}{{%,{where}}}[$__rate_interval]))" for part in ("sum", "count")
+    )
+    return Query(f"{over} / {under}", legend)
+
+
+def _saved() -> str:
+    """Return seconds of waiting that restores saved per second.
+
+    The observed benefit may be negative, and a rate takes a falling sum for a restart. So it is put
+    together from sums that only grow.
+    """
+    parts = (
+        ("reuse_benefit", "predicted"),
+        ("ttft", "predicted"),
+        ("ttft", "observed"),
+    )
+    benefit, predicted, observed = (
+        f'sum (rate(heterocache_{name}_seconds_sum{{%,kind="{kind}"}}[$__rate_interval]))'
+        for name, kind in parts
+    )
+    return f"{benefit} + {predicted} - {observed}"
+
+
+_COMPUTED = 'vllm:prompt_tokens_by_source_total{%,source="local_compute"}'
+_ROWS: dict[str, Sequence[Panel]] = {
+    "Is it worth it": (
+        Panel(
+            "Prompt tokens not computed",
+            "Share of prompt tokens that came from a cache: the engine's own or this one.",
+            [
+                Query(
+                    f"1 - sum (rate({_COMPUTED}[$__rate_interval])) / "
+                    "sum (rate(vllm:prompt_tokens_by_source_total{%}[$__rate_interval]))",
+                    "not computed",
+                )
+            ],
+            "percentunit",
+            "stat",
+            4,
+        ),
+        Panel(
+            "Waiting time saved",
+            "Seconds of time to first token that restores saved, per second, against computing.",
+            [Query(_saved(), "saved")],
+            "s",
+            "stat",
+            4,
+        ),
+        Panel(
+            "Prompt tokens by source",
+            "device: the engine's own cache. host, disk and p2p: restored by this one.",
+            [
+                rate("vllm:prompt_tokens_cached_by_source_total", "source"),
+                Query(f"sum (rate({_COMPUTED}[$__rate_interval]))", "computed"),
+            ],
+            is_stacked=True,
+        ),
+        Panel(
+            "Restored tokens by tier",
+            "Each token counts for the farthest tier that its chunk needed.",
+            [
+                rate("heterocache_hit_tokens_total", "tier"),
+                rate("heterocache_replayed_tokens_total", unit="replayed"),
+            ],
+            is_stacked=True,
+        ),
+        Panel(
+            "Decisions",
+            "What the planner chose for requests of which something was stored.",
+            [
+                rate("heterocache_decisions_total", "choice"),
+                rate("heterocache_hits_total", unit="restored"),
+            ],
+        ),
+        Panel(
+            "Time to first token",
+            "Of all requests, as vLLM measures it.",
+            [quantile(share, "vllm:time_to_first_token_seconds") for share in (0.5, 0.95, 0.99)],
+            "s",
+        ),
+        Panel(
+            "Moved between pages and DRAM",
+            "Bytes without padding.",
+            [
+                rate("heterocache_restored_bytes_total", unit="restored"),
+                rate("heterocache_saved_bytes_total", unit="saved"),
+            ],
+            "Bps",
+        ),
+    ),
+    "Predicted and observed": (
+        Panel(
+            "Observed over predicted time to first token",
+            "1 is exact. Far from 1: calibrate, or look at what the prediction cannot know.",
+            [
+                quantile(0.5, "heterocache_prediction_ratio", "choice"),
+                quantile(0.95, "heterocache_prediction_ratio", "choice"),
+            ],
+        ),
+        Panel(
+            "Mean time to first token",
+            "Of planned requests, from the decision on.",
+            [
+                mean("heterocache_ttft_seconds", f'kind="{kind}"', kind)
+                for kind in ("predicted", "observed")
+            ],
+            "s",
+        ),
+        Panel(
+            "Lost and repeated",
+            "Restores that took longer than computing would have, and plans made again after a "
+            "failed read.",
+            [
+                rate("heterocache_lost_restores_total", unit="lost"),
+                rate("heterocache_restores_replanned_total", unit="planned again"),
+            ],
+        ),
+        Panel(
+            "Actions",
+            "What plans consist of.",
+            [rate("heterocache_actions_total", "action")],
+        ),
+        Panel(
+            "Time of loads and saves",
+            "Staging: from the match until everything is in DRAM. Load and save: one step's.",
+            [
+                quantile(0.95, f"heterocache_{name}_seconds")._replace(legend=f"p95 {name}")
+                for name in ("stage", "load", "save")
+            ],
+            "s",
+        ),
+        Panel(
+            "Restored tokens by state type",
+            "Counted once for each state type and its tier.",
+            [rate("heterocache_restored_tokens_total", "tier", "state_type")],
+        ),
+    ),
+    "Tiers by state type": (
+        Panel(
+            "Stored",
+            "Useful bytes.",
+            [total("heterocache_bytes", "tier", "state_type")],
+            "bytes",
+            is_stacked=True,
+        ),
+        Panel(
+            "Fill",
+            "Stored over capacity. A tier that has been full once stays nearly full.",
+            [
+                Query(
+                    "sum by (tier) (heterocache_bytes{%}) / "
+                    "sum by (tier) (heterocache_capacity_bytes{%})",
+                    "{{tier}}",
+                )
+            ],
+            "percentunit",
+            most=1,
+        ),
+        Panel(
+            "Artifacts",
+            "Number stored.",
+            [total("heterocache_artifacts", "tier", "state_type")],
+        ),
+        Panel(
+            "Evictions",
+            "Artifacts that left a tier.",
+            [rate("heterocache_evictions_total", "tier", "state_type")],
+        ),
+        Panel(
+            "Eviction regret",
+            "Tokens computed again within 10 minutes of their eviction. It is what a larger tier "
+            "would have saved.",
+            [rate("heterocache_eviction_regret_tokens_total", "tier", "state_type")],
+        ),
+        Panel(
+            "Evicted before all others",
+            "Bytes that left first because computing them again costs less.",
+            [rate("heterocache_evicted_first_bytes_total", "tier", "state_type")],
+            "Bps",
+        ),
+    ),
+    "SSD": (
+        Panel(
+            "Written",
+            "Wear: bytes written to SSD, without padding.",
+            [rate("heterocache_ssd_written_bytes_total", "state_type")],
+            "Bps",
+            is_stacked=True,
+        ),
+        Panel(
+            "Write budget",
+            "Written in 24 hours over what may be; empty without a budget.",
+            [
+                Query(
+                    "heterocache_ssd_written_24h_bytes{%} / heterocache_ssd_write_budget_bytes{%}",
+                    "{{instance}}",
+                )
+            ],
+            "percentunit",
+            most=1,
+        ),
+        Panel(
+            "Writes refused",
+            "Artifacts that the budget kept off the SSD.",
+            [rate("heterocache_ssd_writes_refused_total", "state_type")],
+        ),
+        Panel(
+            "Read for restores and prefetches",
+            "Bytes taken from each tier.",
+            [rate("heterocache_read_bytes_total", "tier", "state_type")],
+            "Bps",
+        ),
+        Panel(
+            "Time of a batch",
+            "95th percentile.",
+            [
+                quantile(0.95, f"heterocache_{name}_seconds")._replace(legend=f"p95 {name}")
+                for name in ("ssd_read", "ssd_write")
+            ],
+            "s",
+        ),
+        Panel(
+            "Prefetches",
+            "Sessions that were expected back, by what became of their prefetch.",
+            [rate("heterocache_prefetches_total", "outcome")],
+        ),
+        Panel(
+            "Prefetched bytes",
+            "Staged before a turn; then used, or wasted.",
+            [
+                rate(f"heterocache_{name}_bytes_total", unit=name)
+                for name in ("prefetched", "prefetch_used", "prefetch_wasted")
+            ],
+            "Bps",
+        ),
+    ),
+    "Fleet": (
+        Panel(
+            "Engines in the directory",
+            "1 while an engine is registered; empty without a fleet.",
+            [Query("heterocache_directory_joined{%}", "{{instance}} {{engine}}")],
+            most=1,
+        ),
+        Panel(
+            "Lookups",
+            "Chains looked up in the directory.",
+            [rate("heterocache_directory_lookups_total", "outcome")],
+        ),
+        Panel(
+            "Times",
+            "95th percentile of a lookup and of a batch of reads from a peer.",
+            [
+                quantile(0.95, f"heterocache_{name}_seconds")._replace(legend=f"p95 {name}")
+                for name in ("directory_lookup", "peer_read")
+            ],
+            "s",
+        ),
+        Panel(
+            "Claims",
+            "Answered claims, and those discarded because too many were queued.",
+            [
+                rate("heterocache_directory_claims_total", "outcome"),
+                rate("heterocache_directory_claims_discarded_total", unit="discarded"),
+            ],
+        ),
+        Panel(
+            "Replicas",
+            "Stored here and owned by another worker.",
+            [
+                total("heterocache_replicas")._replace(legend="artifacts"),
+                rate("heterocache_replicas_expired_total", unit="expired per second"),
+            ],
+        ),
+        Panel(
+            "Bytes of replicas",
+            "Stored here and owned by another worker.",
+            [total("heterocache_replica_bytes")._replace(legend="bytes")],
+            "bytes",
+        ),
+        Panel(
+            "Adopted from dead workers",
+            "Bytes.",
+            [rate("heterocache_adopted_bytes_total", "state_type")],
+            "Bps",
+        ),
+    ),
+    "Health": (
+        Panel(
+            "Works",
+            "1: works. 0: see the runbook.",
+            [
+                Query(f"min by (instance) (heterocache_{name}{{%}})", f"{name} {{{{instance}}}}")
+                for name in ("io_alive", "ssd_writable", "ssd_readable")
+            ],
+            most=1,
+        ),
+        Panel(
+            "Failures",
+            "Each one is a cache miss, never an error of a request.",
+            [
+                rate("heterocache_failures_total", "cause", "tier"),
+                rate("heterocache_directory_failures_total", "cause")._replace(
+                    legend="directory {{cause}}"
+                ),
+            ],
+        ),
+        Panel(
+            "Errors in hooks",
+            "Defects of HeteroCache: please report them with the log.",
+            [
+                rate("heterocache_hook_errors_total", "hook"),
+                rate("heterocache_peer_process_exits_total", unit="exits of the peer process"),
+            ],
+        ),
+        Panel(
+            "Memory in quarantine",
+            "DRAM that a transfer without an end may still fill.",
+            [
+                total(f"heterocache_{name}_quarantined_bytes")._replace(legend=name)
+                for name in ("ssd", "peer")
+            ],
+            "bytes",
+        ),
+        Panel(
+            "Not cached",
+            "Requests whose adapter or media has no known identity, and saves that were not made.",
+            [
+                rate("heterocache_unidentified_requests_total", unit="unidentified requests"),
+                rate("heterocache_saves_abandoned_total", "cause"),
+            ],
+        ),
+        Panel(
+            "Engines",
+            "Versions and what they store. Engines share state if their fingerprints are equal.",
+            [Query("heterocache_info{%}", "")],
+            kind="table",
+        ),
+    ),
+}
+
+
+def queries() -> list[str]:
+    """Return every query of the dashboard."""
+    return [query.full for panels in _ROWS.values() for panel in panels for query in panel.queries]
+
+
+def dashboard() -> dict[str, Any]:
+    """Return the dashboard as Grafana imports it."""
+    numbers, panels, at_y = count(1), list[dict[str, Any]](), 0
+    for title, row in _ROWS.items():
+        place = {"h": 1, "w": _WIDTH, "x": 0, "y": at_y}
+        panels.append({"id": next(numbers), "type": "row", "title": title, "gridPos": place})
+        at_x, at_y = 0, at_y + 1
+        for panel in row:
+            if at_x + panel.width > _WIDTH:
+                at_x, at_y = 0, at_y + _HEIGHT
+            place = {"h": _HEIGHT, "w": panel.width, "x": at_x, "y": at_y}
+            panels.append({"id": next(numbers), "gridPos": place, **_panel(panel)})
+            at_x += panel.width
+        at_y += _HEIGHT
+    return {
+        "uid": "heterocache",
+        "title": "HeteroCache",
+        "tags": ["vllm", "kv-cache"],
+        "description": "Restored KV state: its use, its tiers, and the health of both.",
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "30s",
+        "time": {"from": "now-3h", "to": "now"},
+        "timezone": "browser",
+        "templating": {"list": _variables()},
+        "annotations": {"list": []},
+        "panels": panels,
+    }
+
+
+def _variables() -> list[dict[str, Any]]:
+    chosen = {"text": "All", "value": "$__all"}
+    several = {"type": "query", "datasource": _DATASOURCE, "multi": True, "includeAll": True}
+    several |= {"refresh": 2, "allValue": ".*", "current": chosen, "sort": 1}
+    return [
+        {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"},
+        {
+            **several,
+            "name": "model",
+            "label": "Model",
+            "query": "label_values(heterocache_info, model_name)",
+        },
+        {
+            **several,
+            "name": "instance",
+            "label": "Server",
+            "query": 'label_values(heterocache_info{model_name=~"$model"}, instance)',
+        },
+    ]
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    is_table = panel.kind == "table"
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
+    if panel.most is not None:
+        defaults["max"] = panel.most
+    if panel.kind == "timeseries":
+        stacking = {"mode": "normal" if panel.is_stacked else "none", "group": "A"}
+        fill = 40 if panel.is_stacked else 8
+        defaults["custom"] = {"stacking": stacking, "fillOpacity": fill, "showPoints": "never"}
+    made: dict[str, Any] = {
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.about,
+        "datasource": _DATASOURCE,
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "targets": [
+            {
+                "refId": chr(ord("A") + number),
+                "datasource": _DATASOURCE,
+                "expr": query.full,
+                "legendFormat": query.legend,
+                **({"format": "table", "instant": True} if is_table else {}),
+            }
+            for number, query in enumerate(panel.queries)
+        ],
+    }
+    if panel.kind == "stat":
+        made["options"] = {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "value"}
+    elif is_table:
+        hidden = dict.fromkeys(("Time", "Value", "__name__", "job"), True)
+        made["transformations"] = [{"id": "organize", "options": {"excludeByName": hidden}}]
+    else:
+        made["options"] = {"tooltip": {"mode": "multi", "sort": "desc"}}
+    return made
+
+
+if __name__ == "__main__":
+    PATH.write_text(json.dumps(dashboard(), indent=2) + "\n")
