@@ -23,7 +23,7 @@ def ask_all() -> list[Status]:
     found: list[Status] = []
     for path in status_paths():
         try:
-            found.append(ask(path, "status"))
+            found.append(ask(path, {"get": "status"}))
         except (OSError, ValueError):
             continue
     return found
@@ -73,8 +73,12 @@ def _decisions(decisions: Sequence[Mapping[str, Any]]) -> Table:
             f"{x['prompt_tokens']:,}",
             f"{x['stored_tokens']:,}",
             f"{restored:,}" + (f" - {x['replayed_tokens']:,}" if x["replayed_tokens"] else ""),
-            "+".join(x["tiers"]) or "-",
-            x["choice"],
-            *(f"{1e3 * x[name]:.0f} ms" for name in ("predicted_s", "observed_s", "computing_s")),
+            "+".join(x["restored_tokens"]) or "-",
+            x["choice"] + (f": {x['reason'].replace('_', ' ')}" if x["reason"] else ""),
+            *(_milliseconds(x[name]) for name in ("predicted_s", "observed_s", "computing_s")),
         )
     return table
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.0f} ms"

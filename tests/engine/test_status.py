@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from hetero_connector.engine.scheduler import status_socket
-from hetero_connector.engine.scheduler.status_socket import MAX_REQUEST_BYTES, StatusServer, ask
+from hetero_connector.engine.scheduler.status_socket import MAX_REQUEST_BYTES, StatusServer
 from hetero_connector.engine.startup import rendezvous
 from hetero_connector.tools import status as tool
 
@@ -36,6 +36,10 @@ def server(path: Path) -> Iterator[StatusServer]:
     server.close()
 
 
+def ask(path: Path, name: str) -> dict[str, Any]:
+    return status_socket.ask(path, {"get": name})
+
+
 def fail() -> dict[str, Any]:
     raise RuntimeError("a defect")
 
@@ -43,7 +47,7 @@ def fail() -> dict[str, Any]:
 def connect(path: Path) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(10)
-    with status_socket._short(path) as address:
+    with status_socket.short_address(path) as address:
         connection.connect(address)
     return connection
 
@@ -59,7 +63,13 @@ def test_only_this_user_can_connect(server: StatusServer, path: Path) -> None:
 
 QUESTIONS = [
     *(b"", b"\n", b"{}\n", b"[1]\n", b"null\n", b'{"get": []}\n', b'{"get": "weights"}\n'),
-    *(b"\xff\n", b"[" * (MAX_REQUEST_BYTES + 1), b"x" * 100_000),
+    *(b'{"get": "status"', b'{"do": "status"}\n', b'{"do": {}}\n', b'"get"\n', b'{"get": null}\n'),
+    *(
+        b"\xff\n",
+        b"[" * 100_000 + b"\n",
+        b"[" * (MAX_REQUEST_BYTES + 1),
+        b"x" * 2 * MAX_REQUEST_BYTES,
+    ),
 ]
 
 
@@ -82,11 +92,26 @@ def test_clients_that_hang_or_leave_do_not_stop_it(
     server: StatusServer, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status_socket, "_PATIENCE_S", 0.1)
-    silent = [connect(path) for _ in range(3)]
+    silent = [connect(path) for _ in range(3 * status_socket.MAX_CLIENTS)]
     connect(path).close()
     assert ask(path, "status") == {"tiers": [1, 2]}
     for connection in silent:
         connection.close()
+
+
+def test_a_client_that_sends_a_byte_now_and_then_is_not_listened_to_for_long(
+    server: StatusServer, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_socket, "_PATIENCE_S", 0.1)
+    with connect(path) as connection:
+        for _ in range(500):
+            try:
+                connection.sendall(b" ")
+            except (BrokenPipeError, ConnectionResetError):
+                break
+            time.sleep(0.02)
+        else:
+            pytest.fail("it still listens")
 
 
 def test_an_answer_that_fails_is_logged_and_costs_one_connection(
@@ -129,8 +154,12 @@ def test_a_clients_request_id_is_printed_as_it_is() -> None:
     decision = {
         "request_id": "[red]x[/red]\x1b[2J", "time": 0.0, "prompt_tokens": 5200, "local_tokens": 16,
         "stored_tokens": 5120, "choice": "replay", "boundary": 5120, "replayed_tokens": 384,
-        "tiers": ["dram", "ssd"], "is_parked": False, "predicted_s": 0.083, "observed_s": 0.091,
-        "computing_s": 0.614,
+        "restored_tokens": {"dram": 4000, "ssd": 720}, "reason": None, "predicted_s": 0.083,
+        "observed_s": 0.091, "computing_s": 0.614,
+    }  # fmt: skip
+    unplanned: dict[str, Any] = decision | {
+        "choice": "compute", "reason": "nothing_stored", "restored_tokens": {},
+        "predicted_s": None, "computing_s": None,
     }  # fmt: skip
     tiers = {
         "tier": "dram", "capacity_bytes": 1 << 30, "artifacts": {"dense_kv": 7},
@@ -142,13 +171,13 @@ def test_a_clients_request_id_is_printed_as_it_is() -> None:
         "now": 7200.0,
         "health": {"io_alive": True, "ssd_writable": False, "ssd_readable": True},
     }
-    status |= {"tiers": [tiers], "decisions": [decision]}
+    status |= {"tiers": [tiers], "decisions": [decision, unplanned]}
     console = Console(width=200, record=True, file=io.StringIO())
     tool.show([status], 10, console)
     shown = console.export_text()
     for expected in (
         "up 2.0 h", "not working: ssd_writable", "3 MiB", "1 GiB", "[red]x[/red]", "5,104 - 384",
-        "dram+ssd", "83 ms", "91 ms", "614 ms",
+        "dram+ssd", "83 ms", "91 ms", "614 ms", "compute: nothing stored",
     ):  # fmt: skip
         assert expected in shown
     assert "\x1b" not in shown

@@ -12,16 +12,15 @@ share.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkKey, Tier
 from hetero_connector.engine.scheduler import handoff
 from hetero_connector.engine.scheduler.requests import RequestTracker
+from hetero_connector.engine.scheduler.session_book import SessionBook, session_key, tenant_of
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.sessions import Conversations, ThinkTimes
 from hetero_connector.store.artifact_store import ArtifactStore
@@ -109,6 +108,7 @@ class Sessions:
         self._think_times = think_times
         self._clock = clock
         self._mode = mode
+        self.book = SessionBook()
         self._conversations = Conversations(layout.chunk_tokens, layout.model.alignment)
         self._has_warned = False
 
@@ -119,12 +119,13 @@ class Sessions:
         request = tracker.request
         session_id = request.session_id or self._hint(request).session_id
         if session_id is not None:
-            tracker.session = _digest(encode([request.cache_salt, session_id]))
+            tracker.session = session_key(request.cache_salt, session_id)
         else:
             tracker.session = self._conversations.take(
                 tracker.chain, request.num_prompt_tokens, tracker.matched_chunks
             )
         self._think_times.on_turn_start(tracker.session, self._clock())
+        self.book.on_turn_start(tracker.session, tenant_of(request.cache_salt))
         if self._mode != "off":
             self._store.session_returned(tracker.session)
 
@@ -139,18 +140,22 @@ class Sessions:
         expected = self._think_times.on_turn_end(session, self._clock(), hint_s)
         known = min(tracker.chain.num_tokens, computed)
         leaves = self._leaves(tracker, known)
+        window_s = None if expected is None else (expected.earliest_s, expected.latest_s)
+        self.book.on_turn_end(session, leaves, known, window_s)
         if leaves:
             now_s = self._clock()
             until_s = now_s + _PROTECTED_S if expected is None else expected.latest_s
             if hint_s is not None:
                 until_s = min(until_s, now_s + _LONGEST_PROTECTED_S)
-            self._store.protect_chain(session, leaves, until_s, _tenant(tracker.request))
+            self._store.protect_chain(
+                session, leaves, until_s, tenant_of(tracker.request.cache_salt)
+            )
         if expected is None or self._mode == "off" or (hint_s is None and self._mode == "hint"):
             return
         if leaves:
             start_s = staging_start_s(expected.earliest_s, self._stage_s(known))
             latest_s, probability = expected.latest_s, expected.probability
-            tenant = _tenant(tracker.request)
+            tenant = tenant_of(tracker.request.cache_salt)
             self._store.expect(
                 ExpectedReturn(session, leaves, start_s, latest_s, probability, tenant)
             )
@@ -185,13 +190,3 @@ class Sessions:
         load_bytes = {t: float(chunks * sizes[t]) for t in self._model.prefix_types}
         load_bytes |= {t: float(sizes[t]) for t in self._model.boundary_types}
         return self._costs.load.predict(Tier.SSD, load_bytes)
-
-
-def _tenant(request: Request) -> bytes:
-    """Return the request's tenant: requests with one cache salt share state."""
-    return b"" if request.cache_salt is None else _digest(encode(request.cache_salt))
-
-
-def _digest(text: bytes) -> bytes:
-    """Return 16 bytes for a text of any length: clients choose ids and salts."""
-    return hashlib.blake2b(text, digest_size=16).digest()

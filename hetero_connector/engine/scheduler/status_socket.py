@@ -1,9 +1,9 @@
-"""Answer questions about a running engine through a Unix socket.
+"""Answer questions about a running engine, and carry out commands, through a Unix socket.
 
 The socket lies in the user's private folder (`startup.rendezvous`), so only this user can connect.
-A thread answers from snapshots; the scheduler's thread is never asked and never waits.
+Threads answer from snapshots; what a command needs of the scheduler's thread, it asks for.
 
-    client -> engine   one line of JSON: {"get": "status"}
+    client -> engine   one line of JSON: {"get": "status"}, or {"do": "clear", ...} with arguments
     engine -> client   one JSON object, then the connection ends: the answer, or {"error": text}
 """
 
@@ -15,32 +15,48 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hetero_connector.errors import CommandError
+
 logger = logging.getLogger("vllm.heterocache")
 
 Answer = Callable[[], Mapping[str, Any]]
+Command = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""Takes the arguments, which a client chose. Raises CommandError."""
 
-MAX_REQUEST_BYTES = 4096
+MAX_REQUEST_BYTES = 8 << 20
+"""Enough for the tokens of a prompt of a million tokens."""
+MAX_CLIENTS = 8
+"""Connections that are served at the same time."""
 _PATIENCE_S = 2.0
-_BACKLOG = 8
+"""A client has so long to send its line, and to take each part of the answer."""
+_BACKLOG = 64
 _PAUSE_S = 0.2
 
 
 class StatusServer:
-    """Serves answers by name, one connection at a time, until `close`."""
+    """Serves answers and commands by name until `close`."""
 
-    def __init__(self, path: Path, answers: Mapping[str, Answer]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        answers: Mapping[str, Answer],
+        commands: Mapping[str, Command] | None = None,
+    ) -> None:
         """Listen at `path`, and remove what lies there. Raises OSError."""
         self._path = path
         self._answers = answers
+        self._commands = commands or {}
         self._closed = threading.Event()
+        self._free = threading.BoundedSemaphore(MAX_CLIENTS)
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with _short(path) as address:
+            with short_address(path) as address:
                 self._listener.bind(address)
             path.chmod(0o600)
             self._listener.listen(_BACKLOG)
@@ -61,42 +77,59 @@ class StatusServer:
 
     def _run(self) -> None:
         while True:
+            self._free.acquire()  # further clients wait in the backlog
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
+                threading.Thread(
+                    target=self._serve, args=(connection,), name="heterocache-client", daemon=True
+                ).start()
+            except (OSError, RuntimeError):
+                self._free.release()
                 if self._closed.wait(_PAUSE_S):
                     return
-                continue  # the process has no free file descriptor, for example
-            with connection:
-                self._serve(connection)
+                continue  # the process has no free file descriptor or thread, for example
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            connection.settimeout(_PATIENCE_S)
-            answer = self._answer_to(_read_line(connection, MAX_REQUEST_BYTES))
-            connection.sendall(json.dumps(answer).encode())
+            with connection:
+                answer = self._answer_to(_read_line(connection))
+                connection.settimeout(_PATIENCE_S)
+                connection.sendall(json.dumps(answer).encode())
         except OSError:
             pass  # the client is slow or gone
         except Exception:
             logger.exception("a question about the engine's status was not answered")
+        finally:
+            self._free.release()
 
     def _answer_to(self, line: bytes) -> Mapping[str, Any]:
         try:
             request = json.loads(line)
-            name = request["get"]
-            answer = self._answers[name]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return {"error": f"ask one of {', '.join(self._answers)}, as in {{'get': 'status'}}"}
-        return answer()
+            if "get" in request:
+                answer = self._answers[request["get"]]
+                return answer()
+            command = self._commands[request.pop("do")]
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return {"error": self._usage()}
+        try:
+            return command(request)
+        except CommandError as error:
+            return {"error": str(error)}
+
+    def _usage(self) -> str:
+        usage = f"ask one of {', '.join(self._answers)}, as in {{'get': 'status'}}"
+        if self._commands:
+            usage += f"; or do one of {', '.join(self._commands)}, as in {{'do': 'clear'}}"
+        return f"{usage}, in one line of at most {MAX_REQUEST_BYTES} bytes"
 
 
-def ask(path: Path, name: str, timeout_s: float = 5.0) -> dict[str, Any]:
+def ask(path: Path, question: Mapping[str, Any], timeout_s: float = 5.0) -> dict[str, Any]:
     """Return an engine's answer. Raises OSError if none serves there, ValueError for no answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
-        with _short(path) as address:
+        with short_address(path) as address:
             connection.connect(address)
-        connection.sendall(json.dumps({"get": name}).encode() + b"\n")
+        connection.sendall(encode_request(question))
         parts = list(iter(lambda: connection.recv(1 << 16), b""))
     answer = json.loads(b"".join(parts))
     if not isinstance(answer, dict):
@@ -104,21 +137,33 @@ def ask(path: Path, name: str, timeout_s: float = 5.0) -> dict[str, Any]:
     return answer
 
 
-def _read_line(connection: socket.socket, limit: int) -> bytes:
-    line = b""
-    while not line.endswith(b"\n") and len(line) <= limit:
-        part = connection.recv(limit)
-        if not part:
-            break
-        line += part
-    return line
+def encode_request(question: Mapping[str, Any]) -> bytes:
+    """Return a question or a command as its line."""
+    return json.dumps(question).encode() + b"\n"
 
 
 @contextlib.contextmanager
-def _short(path: Path) -> Iterator[str]:
+def short_address(path: Path) -> Iterator[str]:
     """Yield an address for the path that is short enough for a socket: at most 107 bytes."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"
     finally:
         os.close(folder)
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    """Return what the client sends: up to a line's end, the limit, or its end of sending.
+
+    Raises TimeoutError for a client that takes too long, however often it sends a byte.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    parts, size = list[bytes](), 0
+    while not (parts and parts[-1].endswith(b"\n")) and size <= MAX_REQUEST_BYTES:
+        connection.settimeout(max(deadline - time.monotonic(), 1e-3))
+        part = connection.recv(1 << 16)
+        if not part:
+            break
+        parts.append(part)
+        size += len(part)
+    return b"".join(parts) if size <= MAX_REQUEST_BYTES else b""

@@ -1,0 +1,43 @@
+"""vLLM's plugin entry point for routes (`vllm.endpoint_plugins`).
+
+vLLM loads it only if `VLLM_PLUGINS` names it, in every API server. Routes under `/v1` are guarded
+by `--api-key`; vLLM guards no others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hetero_connector.engine.api.engines import Engines
+from hetero_connector.engine.plugin import extra_configs
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from fastapi import FastAPI
+    from starlette.datastructures import State
+    from vllm.engine.protocol import EngineClient
+
+
+class HeteroRoutes:
+    """Adds our routes to an API server."""
+
+    name = "heterocache"
+    required_tasks: Any = None
+    """Any server is eligible, one for embeddings, too."""
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Register the routes."""
+        from hetero_connector.engine.api.routes import make_router
+
+        app.include_router(make_router())
+
+    async def init_state(
+        self, engine_client: EngineClient | None, state: State, args: Namespace
+    ) -> None:
+        """Keep in `state` what the routes need. A server without engines has no client."""
+        state.heterocache_engines = None
+        if engine_client is not None and any(
+            True for _ in extra_configs(engine_client.vllm_config.kv_transfer_config)
+        ):
+            state.heterocache_engines = Engines.of(engine_client.vllm_config)

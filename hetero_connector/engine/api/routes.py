@@ -1,0 +1,64 @@
+"""The routes. Each asks all engines of the server, and answers with a list of what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from hetero_connector.engine.api.engines import Answer, Engines
+
+PREFIX = "/v1/heterocache"
+QUESTIONS = {
+    "status": "Return each engine's tiers, health, newest decisions and learned costs.",
+    "sessions": "Return the sessions with the latest turns, by digest, and where their state is.",
+    "decisions": "Return how each engine decided on its newest requests, and what came of it.",
+    "costs": "Return what each engine has learned of its costs, as a profile.",
+}
+
+
+def make_router() -> APIRouter:
+    """Return the routes for one API server."""
+    router = APIRouter(prefix=PREFIX, tags=["heterocache"])
+    for name, description in QUESTIONS.items():
+        router.add_api_route(
+            f"/{name}", _asker(name), methods=["GET"], name=name, description=description
+        )
+    return router
+
+
+def _asker(name: str) -> Callable[[Request], Awaitable[JSONResponse]]:
+    async def ask(request: Request) -> JSONResponse:
+        engines: Engines | None = request.app.state.heterocache_engines
+        if engines is None:
+            return failed(503, _NO_ENGINES)
+        return answered(engines, await engines.ask({"get": name}))
+
+    return ask
+
+
+def answered(engines: Engines, answers: list[Answer]) -> JSONResponse:
+    """Return the answers; 503 if there is none."""
+    good = [answer for answer in answers if "error" not in answer]
+    body = {"engines": answers, "count": engines.count}
+    if not good:
+        problems = "; ".join(str(answer["error"]) for answer in answers)
+        return failed(503, problems or _NOT_HERE, body)
+    return JSONResponse(body)
+
+
+def failed(status: int, message: str, more: Answer | None = None) -> JSONResponse:
+    """Return an error in the form of vLLM's own."""
+    error = {"message": message, "type": "heterocache", "code": status}
+    return JSONResponse({**(more or {}), "error": error}, status_code=status)
+
+
+_NO_ENGINES = (
+    "this server has no engine with HeteroConnector: start it with --kv-transfer-config "
+    """'{"kv_connector": "HeteroConnector", "kv_role": "kv_both"}'"""
+)
+_NOT_HERE = (
+    "no engine of this server has opened a socket on this host: see the engines' logs, and ask "
+    "engines on other hosts there with `heterocache status`"
+)

@@ -1,0 +1,254 @@
+"""The commands that a running engine takes at its socket.
+
+Each runs on a thread of its client's and waits for what it asked for, within a limit. What belongs
+to the scheduler's thread is done there, at the end of a step; the rest under the catalog's lock.
+Arguments come from clients: every one is checked, and an unknown one is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from hetero_connector.artifacts.chain import RequestChain
+from hetero_connector.artifacts.record import ROOT, ChunkKey, StoredChunk, Tier
+from hetero_connector.engine.scheduler.cleared_salts import ClearedSalts
+from hetero_connector.engine.scheduler.session_book import (
+    SessionBook,
+    session_key,
+    session_name,
+    tenant_of,
+)
+from hetero_connector.engine.scheduler.step_calls import StepCalls
+from hetero_connector.errors import CommandError
+from hetero_connector.spec.state_types import Family
+from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
+
+Arguments = Mapping[str, Any]
+Result = dict[str, Any]
+
+_STEP_S = 20.0
+"""Longest wait for a step of the engine."""
+_MAX_SECONDS = 86_400.0
+_MAX_TEXT = 4_096
+_POLL_S = 0.02
+
+
+class Engine(Protocol):
+    """The scheduler side, as commands use it. Belongs to the scheduler's thread."""
+
+    def reset(self) -> bool:
+        """Forget everything stored."""
+        ...
+
+    def reset_pages(self) -> bool:
+        """Empty vLLM's own prefix cache; False while requests hold its pages."""
+        ...
+
+    def on_salt_cleared(self, salt: str) -> None:
+        """Name the chains of this salt's running requests anew."""
+        ...
+
+
+class Commands:
+    """Carries out commands. Its public methods are called by threads of the socket."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: ArtifactStore,
+        steps: StepCalls,
+        book: SessionBook,
+        salts: ClearedSalts,
+        new_chain: Callable[[str | None], RequestChain],
+    ) -> None:
+        """`new_chain` returns the empty chain of a prompt with that salt, under today's root."""
+        self._engine = engine
+        self._store = store
+        self._steps = steps
+        self._book = book
+        self._salts = salts
+        self._new_chain = new_chain
+        self.is_draining = False
+        """True if nothing new is to be stored. Read by the scheduler's thread."""
+
+    def by_name(self) -> dict[str, Callable[[Arguments], Result]]:
+        """Return every command by the name that clients use."""
+        return {
+            "clear": self.clear,
+            "warm": self.warm,
+            "drain": self.drain,
+        }
+
+    def clear(self, arguments: Arguments) -> Result:
+        """Forget everything, everything under `salt`, or one `session` (of `salt`)."""
+        take = Taker(arguments, "session", "salt", "all")
+        session, salt = take.text("session"), take.text("salt")
+        is_all = take.flag("all")
+        if is_all == (session is not None or salt is not None):
+            raise CommandError(
+                "say what to clear: session (with its salt, if it has one), salt, or all alone"
+            )
+        if session is not None:
+            return self._clear_session(session, salt)
+        if salt is not None:
+            return self._clear_salt(salt)
+        return self._steps.call(self._clear_all, _STEP_S)
+
+    def warm(self, arguments: Arguments) -> Result:
+        """Stage what is stored of a prompt in DRAM, and wait for it."""
+        take = Taker(arguments, "tokens", "salt", "keep_s", "wait_s")
+        tokens, salt = take.tokens("tokens"), take.text("salt")
+        keep_s = take.seconds("keep_s", 600.0)
+        wait_s = take.seconds("wait_s", 20.0)
+        chain = self._new_chain(salt)
+        chain.extend(tokens)
+        leaves = _leaves(self._store, chain)
+        if not leaves:
+            return {"tokens": len(tokens), "stored_tokens": 0, "dram_tokens": 0}
+        now_s, name = self._store.catalog.clock(), ("warm", leaves[0])
+        self._store.expect(
+            ExpectedReturn(name, leaves, now_s, now_s + keep_s, 1.0, tenant_of(salt))
+        )
+        deadline = time.monotonic() + wait_s
+        while True:
+            found = self._store.match(chain.chunks())
+            in_dram = [x for x in found if _is_in_dram(x, is_last=x is found[-1])]
+            if len(in_dram) == len(found) or time.monotonic() >= deadline:
+                return {
+                    "tokens": len(tokens),
+                    "stored_tokens": found[-1].chunk.end if found else 0,
+                    "dram_tokens": sum(x.chunk.end - x.chunk.start for x in in_dram),
+                }
+            time.sleep(_POLL_S)
+
+    def drain(self, arguments: Arguments) -> Result:
+        """Store nothing new, and write what is in DRAM to SSD; `resume`: store again."""
+        take = Taker(arguments, "resume", "wait_s")
+        resumes, wait_s = take.flag("resume"), take.seconds("wait_s", 60.0)
+        if self._store.catalog.config.ssd_dir is None:
+            raise CommandError(
+                "this engine has no ssd_dir to write to: what is in DRAM ends with the engine"
+            )
+        self.is_draining = not resumes
+        if resumes:
+            return {"draining": False}
+        return {"draining": True, "written": self._store.flush(wait_s)}
+
+    def _clear_all(self) -> Result:
+        self._book.clear()
+        is_kept = self._engine.reset()
+        return {"cleared": "all", "kept": is_kept, "pages": self._engine.reset_pages()}
+
+    def _clear_salt(self, salt: str) -> Result:
+        tenant = tenant_of(salt)
+        self._salts.raise_count(salt)  # from now on nothing from before is found
+
+        def rename() -> bool:
+            self._engine.on_salt_cleared(salt)
+            return self._engine.reset_pages()
+
+        pages = self._steps.call(rename, _STEP_S)
+        chunks = sum(
+            self._forget(session, record.leaves)
+            for session, record in self._book.newest()
+            if record.tenant == tenant
+        )
+        return {"cleared": "salt", "chunks": chunks, "pages": pages}
+
+    def _clear_session(self, session: str, salt: str | None) -> Result:
+        key = session_key(salt, session)
+        for known, record in self._book.newest():
+            if known == key or session_name(known) == session:
+                if record.ended is None:
+                    raise CommandError("a turn of the session is running: clear it afterwards")
+                chunks = self._forget(known, record.leaves)
+                pages = self._steps.call(self._engine.reset_pages, _STEP_S)
+                return {"cleared": "session", "chunks": chunks, "pages": pages}
+        raise CommandError(
+            "no such session is known: name it by its id, with its salt if its requests have one, "
+            "or by its digest from `sessions`. This engine knows the newest few thousand"
+        )
+
+    def _forget(self, session: object, leaves: Sequence[ChunkKey]) -> int:
+        self._book.forget(session)
+        return self._store.forget_session(session, leaves)
+
+
+class Taker:
+    """Takes a command's arguments. Raises CommandError for one that is unknown or malformed."""
+
+    def __init__(self, arguments: Arguments, *names: str) -> None:
+        self._arguments = arguments
+        if unknown := sorted(str(name) for name in arguments if name not in names):
+            raise CommandError(
+                f"unknown argument {', '.join(unknown)[:_MAX_TEXT]}: known are {', '.join(names)}"
+            )
+
+    def text(self, name: str) -> str | None:
+        """Return a text that is not empty; None if it is not given."""
+        value = self._arguments.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, str) or not 0 < len(value) <= _MAX_TEXT:
+            raise CommandError(f"{name} must be a text of 1 to {_MAX_TEXT} characters")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """Return a boolean; False if it is not given."""
+        value = self._arguments.get(name, False)
+        if not isinstance(value, bool):
+            raise CommandError(f"{name} must be true or false")
+        return value
+
+    def seconds(self, name: str, default: float) -> float:
+        """Return a number of seconds."""
+        value = self._arguments.get(name, default)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= _MAX_SECONDS:
+            raise CommandError(f"{name} must be seconds, above 0 and at most {_MAX_SECONDS:.0f}")
+        return float(value)
+
+    def tokens(self, name: str) -> array[int]:
+        """Return a prompt's token ids, which `pack_tokens` has packed."""
+        value = self._arguments.get(name)
+        try:
+            if isinstance(value, str):
+                tokens = array("I", base64.b64decode(value, validate=True))
+                if tokens:
+                    return tokens
+        except ValueError:
+            pass
+        raise CommandError(
+            f"{name} must be a prompt's token ids, 32 bits each, in base64, and not empty"
+        )
+
+
+def pack_tokens(tokens: Sequence[int]) -> str:
+    """Return token ids as `Taker.tokens` takes them. Raises ValueError for others than ids."""
+    try:
+        return base64.b64encode(array("I", tokens).tobytes()).decode()
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"token ids must be integers in [0, 2**32): {error}") from error
+
+
+def _leaves(store: ArtifactStore, chain: RequestChain) -> tuple[ChunkKey, ...]:
+    """Return the chain's last stored chunks, the deepest first."""
+    found = store.match(chain.chunks())
+    last, end = (found[-1].chunk.key, found[-1].chunk.end) if found else (ROOT, 0)
+    lengths = sorted((n for n in store.tails(last) if end + n <= chain.num_tokens), reverse=True)
+    short = (chain.tail(end + length).key for length in lengths)
+    return (*short, last) if found else tuple(short)
+
+
+def _is_in_dram(stored: StoredChunk, *, is_last: bool) -> bool:
+    """Return whether a restore finds in DRAM what it needs of the chunk."""
+    return all(
+        tier is Tier.DRAM
+        for kind, tier in stored.tiers.items()
+        if is_last or kind.family is Family.PREFIX
+    )

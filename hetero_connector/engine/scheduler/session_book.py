@@ -1,0 +1,105 @@
+"""The sessions that this engine has seen last: their chains, and when they are expected back.
+
+For people: the store itself forgets a session when its time is over. Session ids and salts are
+chosen by clients and are not kept; digests name them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+from hetero_connector.artifacts.canonical import encode
+from hetero_connector.artifacts.record import ChunkKey
+
+_CAPACITY = 4_096
+_MAX_LEAVES = 64
+
+
+def tenant_of(salt: str | None) -> bytes:
+    """Return the tenant of requests with this cache salt; they share state. b"": without one."""
+    return b"" if salt is None else _digest(encode(salt))
+
+
+def session_key(salt: str | None, session_id: str) -> bytes:
+    """Return the key of a session by the id that its clients gave: it is valid within its salt."""
+    return _digest(encode([salt, session_id]))
+
+
+def session_name(session: Hashable) -> str:
+    """Return what people call the session: its digest, or its number if it was recognised."""
+    return session.hex() if isinstance(session, bytes) else f"recognised-{session}"
+
+
+@dataclass(frozen=True)
+class SessionRecord:
+    """One session after its latest turn."""
+
+    tenant: bytes
+    leaves: tuple[ChunkKey, ...] = ()
+    """The chunks at which its chains may end, deepest first; then those of earlier turns."""
+    tokens: int = 0
+    turns: int = 0
+    ended: float | None = None
+    """The end of its last turn, in seconds since 1970; None while one runs."""
+    expected_s: tuple[float, float] | None = None
+    """The earliest and the latest return, by the store's clock; None if it is not known."""
+
+
+class SessionBook:
+    """Records sessions, the newest `_CAPACITY` of them. The scheduler's thread notes turns; any
+    thread may call the rest.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[Hashable, SessionRecord] = {}
+        """By session, the latest turn last."""
+
+    def on_turn_start(self, session: Hashable, tenant: bytes) -> None:
+        """Note a request of the session."""
+        before = self._records.pop(session, None) or SessionRecord(tenant)
+        self._records[session] = replace(
+            before, turns=before.turns + 1, ended=None, expected_s=None
+        )
+        if len(self._records) > _CAPACITY:
+            del self._records[next(iter(self._records))]
+
+    def on_turn_end(
+        self,
+        session: Hashable,
+        leaves: tuple[ChunkKey, ...],
+        tokens: int,
+        expected_s: tuple[float, float] | None,
+    ) -> None:
+        """Note the end of a request: the session's chain has so many tokens now."""
+        if before := self._records.get(session):
+            self._records[session] = replace(
+                before,
+                leaves=tuple(dict.fromkeys((*leaves, *before.leaves)))[:_MAX_LEAVES],
+                tokens=tokens,
+                ended=time.time(),
+                expected_s=expected_s,
+            )
+
+    def newest(self) -> list[tuple[Hashable, SessionRecord]]:
+        """Return all sessions, the one with the latest turn first."""
+        return list(self._records.copy().items())[::-1]  # one call that no thread interrupts
+
+    def find(self, session: Hashable) -> SessionRecord | None:
+        """Return what is known of a session."""
+        return self._records.get(session)
+
+    def forget(self, session: Hashable) -> None:
+        """Drop a session whose chain was cleared."""
+        self._records.pop(session, None)
+
+    def clear(self) -> None:
+        """Drop all: everything stored was forgotten."""
+        self._records.clear()
+
+
+def _digest(text: bytes) -> bytes:
+    """Return 16 bytes for a text of any length: clients choose ids and salts."""
+    return hashlib.blake2b(text, digest_size=16).digest()

@@ -1,0 +1,357 @@
+"""Commands at a running engine: they do what they say, or change nothing and say why."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.engine.scheduler import commands as module
+from hetero_connector.engine.scheduler.block_events import EventGroup
+from hetero_connector.engine.scheduler.cleared_salts import ClearedSalts
+from hetero_connector.engine.scheduler.commands import pack_tokens
+from hetero_connector.engine.scheduler.idle_steps import IdleSteps, Loop
+from hetero_connector.engine.scheduler.session_book import SessionBook, session_key
+from hetero_connector.engine.scheduler.status_socket import ask
+from hetero_connector.engine.scheduler.step_calls import StepCalls
+from hetero_connector.errors import CommandError, StoreError
+from hetero_connector.spec import ModelSpec, StateType
+from tests.engine.fakes import HYBRID, FakeRequest
+from tests.engine.stepped import Engine, tokens
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    engines: list[Engine] = []
+
+    def start(model: ModelSpec = HYBRID, **options: Any) -> Engine:
+        engines.append(Engine(model, **options))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.store.check_integrity()
+        engine.side.close()
+
+
+def do(engine: Engine, name: str, **arguments: Any) -> dict[str, Any]:
+    """Carry out a command on a thread of its own while the engine steps, as a client's thread."""
+    command = engine.side.commands.by_name()[name]
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(command, arguments)
+        while not future.done():
+            if engine.side.has_work:
+                engine.step()
+            time.sleep(1e-3)
+        return future.result()
+
+
+def turn(name: str, count: int = 200, seed: int = 0, **request: Any) -> FakeRequest:
+    return FakeRequest(name, tokens(count, seed), **request)
+
+
+def stored(engine: Engine, request: FakeRequest) -> int:
+    """Return the tokens that a new request with the same prompt would restore."""
+    again = FakeRequest(
+        f"{request.request_id}?", [*request.all_token_ids, 1], cache_salt=request.cache_salt
+    )
+    found = engine.ask(again) or 0
+    engine.finish(again)
+    return found
+
+
+def test_clearing_everything_is_a_reset_and_empties_the_engines_own_cache(start: Start) -> None:
+    engine = start()
+    first = turn("a", session_id="s")
+    engine.run(first)
+    before = engine.store.generation
+    assert stored(engine, first)
+    answer = do(engine, "clear", all=True)
+    assert answer == {"cleared": "all", "kept": True, "pages": True}
+    assert engine.tables.resets == 1
+    assert engine.store.generation.tag != before.tag
+    assert stored(engine, first) == 0
+    assert engine.run(turn("b")) == 0
+    assert stored(engine, first), "it is stored again"
+
+
+def test_a_cleared_session_leaves_what_others_share_with_it(start: Start) -> None:
+    engine = start()
+    shared = tokens(128, seed=1)
+    one = FakeRequest("1", shared + tokens(128, seed=2), session_id="one")
+    other = FakeRequest("2", shared + tokens(128, seed=3), session_id="other")
+    engine.run(one)
+    engine.run(FakeRequest("1b", one.all_token_ids + tokens(100, seed=4), session_id="one"))
+    engine.run(other)
+    answer = do(engine, "clear", session="one")
+    assert answer["chunks"] >= 4
+    assert stored(engine, one) == 128
+    assert stored(engine, other) == 256
+    with pytest.raises(CommandError, match="no such session"):
+        do(engine, "clear", session="one")
+
+
+def test_a_session_is_named_by_its_id_and_salt_or_by_its_digest(start: Start) -> None:
+    engine = start()
+    request = turn("1", session_id="s", cache_salt="t")
+    engine.run(request)
+    with pytest.raises(CommandError, match="with its salt"):
+        do(engine, "clear", session="s")
+    assert stored(engine, request)
+    do(engine, "clear", session=session_key("t", "s").hex())
+    assert stored(engine, request) == 0
+    engine.run(turn("2", session_id="s", cache_salt="t"))
+    do(engine, "clear", session="s", salt="t")
+    assert stored(engine, request) == 0
+
+
+def test_a_session_with_a_running_turn_is_not_cleared(start: Start) -> None:
+    engine = start()
+    request = turn("1", session_id="s")
+    engine.admit(request)
+    with pytest.raises(CommandError, match="running"):
+        do(engine, "clear", session="s")
+    engine.finish(request)
+
+
+def test_nothing_is_found_under_a_cleared_salt_and_other_salts_keep_theirs(
+    start: Start, tmp_path: Path
+) -> None:
+    engine = start()
+    engine.side._salts = engine.side.commands._salts = ClearedSalts(tmp_path / "cleared.json")
+    mine, other, plain = turn("m", cache_salt="m"), turn("o", cache_salt="o"), turn("p")
+    for request in (mine, other, plain):
+        engine.run(request)
+        assert stored(engine, request)
+    answer = do(engine, "clear", salt="m")
+    assert answer["chunks"] >= 3
+    assert stored(engine, mine) == 0
+    assert stored(engine, other)
+    assert stored(engine, plain)
+    engine.run(turn("m2", cache_salt="m"))
+    assert stored(engine, mine), "what comes later is stored"
+    reopened = ClearedSalts(tmp_path / "cleared.json")
+    assert (reopened.count("m"), reopened.count("o")) == (1, 0)
+    assert "m" not in json.loads((tmp_path / "cleared.json").read_text()), "a digest names it"
+
+
+def test_a_running_request_of_a_cleared_salt_saves_nothing_of_its_old_pages(start: Start) -> None:
+    engine = start()
+    running = turn("r", cache_salt="m")
+    engine.admit(running)
+    engine.step(r=128)
+    do(engine, "clear", salt="m")
+    engine.step(r=72)
+    engine.finish(running)
+    engine.step()
+    assert stored(engine, running) == 0
+
+
+def test_what_was_cleared_of_a_session_is_withdrawn_from_routers(start: Start) -> None:
+    engine = start(event_group=EventGroup(0, "full_attention", 16, 16))
+    engine.run(turn("1", count=128, session_id="s"))
+    engine.side.take_events()
+    do(engine, "clear", session="s")
+    removed = [h for event in engine.side.take_events() for h in event.block_hashes]
+    assert len(removed) == 8, "each block of the prompt"
+
+
+def test_warming_stages_a_prompt_from_ssd(start: Start, tmp_path: Path) -> None:
+    engine = start(ssd_dir=tmp_path, ssd_bytes=1 << 22)
+    request = turn("a", count=256)
+    engine.run(request)
+    assert engine.store.flush(10)
+    engine.store.leave_to_ssd()
+    ids = pack_tokens(request.all_token_ids)
+    answer = do(engine, "warm", tokens=ids)
+    assert answer == {"tokens": 256, "stored_tokens": 256, "dram_tokens": 256}
+    chain = engine.side.commands._new_chain(None)
+    chain.extend(request.all_token_ids)
+    found = engine.store.match(chain.chunks())
+    assert {x.tiers[StateType.DENSE_KV] for x in found} == {Tier.DRAM}
+    assert found[-1].tiers[StateType.WINDOW_SWA] is Tier.DRAM, "its checkpoint"
+    assert found[0].tiers[StateType.WINDOW_SWA] is Tier.SSD, "a restore does not need it"
+    unknown = do(engine, "warm", tokens=pack_tokens([5] * 300))
+    assert (unknown["stored_tokens"], unknown["dram_tokens"]) == (0, 0)
+    assert do(engine, "warm", tokens=ids, salt="x")["stored_tokens"] == 0
+
+
+def test_a_draining_engine_stores_nothing_new_and_has_written_all(
+    start: Start, tmp_path: Path
+) -> None:
+    engine = start(ssd_dir=tmp_path, ssd_bytes=1 << 22, spill_delay_s=3600.0)
+    first, second = turn("a", count=128), turn("b", count=128, seed=2)
+    engine.run(first)
+    assert do(engine, "drain") == {"draining": True, "written": True}
+    ssd = engine.store.occupancy()[1]
+    assert ssd.artifacts == {StateType.DENSE_KV: 2, StateType.WINDOW_SWA: 2}
+    engine.run(second)
+    assert stored(engine, second) == 0
+    assert stored(engine, first) == 128, "it is still restored"
+    do(engine, "drain", resume=True)
+    engine.run(FakeRequest("c", second.all_token_ids))
+    assert stored(engine, second) == 128
+
+
+def test_an_engine_without_ssd_says_that_draining_writes_nothing(start: Start) -> None:
+    with pytest.raises(CommandError, match="no ssd_dir"):
+        do(start(), "drain")
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("clear", {}, "say what to clear"),
+    ("clear", {"all": True, "salt": "x"}, "all alone"),
+    ("clear", {"all": 1}, "true or false"),
+    ("clear", {"all": "yes"}, "true or false"),
+    ("clear", {"salt": ""}, "1 to"),
+    ("clear", {"salt": 7}, "text"),
+    ("clear", {"salt": "x" * 5000}, "text"),
+    ("clear", {"session": ["s"]}, "text"),
+    ("clear", {"sesion": "s"}, "unknown argument sesion"),
+    ("clear", {"all": True, "x" * 9000: 1}, "unknown argument"),
+    ("warm", {}, "token ids"),
+    ("warm", {"tokens": []}, "token ids"),
+    ("warm", {"tokens": "AAA"}, "token ids"),
+    ("warm", {"tokens": "AAAAAAA="}, "token ids"),
+    ("warm", {"tokens": "\u00e9"}, "token ids"),
+    ("warm", {"tokens": pack_tokens([1]), "keep_s": -1}, "seconds"),
+    ("warm", {"tokens": pack_tokens([1]), "wait_s": float("nan")}, "seconds"),
+    ("warm", {"tokens": pack_tokens([1]), "wait_s": True}, "seconds"),
+    ("drain", {"wait_s": 1e9}, "seconds"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "problem"), BAD)
+def test_a_malformed_command_changes_nothing(
+    start: Start, name: str, arguments: dict[str, Any], problem: str
+) -> None:
+    engine = start()
+    request = turn("a")
+    engine.run(request)
+    with pytest.raises(CommandError, match=problem):
+        do(engine, name, **arguments)
+    assert stored(engine, request)
+    assert not engine.side.commands.is_draining
+
+
+def test_token_ids_that_are_none_are_refused() -> None:
+    for wrong in ([-1], [1 << 32], ["a"], [None]):
+        with pytest.raises(ValueError, match="integers"):
+            pack_tokens(wrong)  # type: ignore[arg-type]
+
+
+def test_a_command_that_no_step_has_taken_is_never_carried_out(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_STEP_S", 0.05)
+    engine = start()
+    request = turn("a")
+    engine.run(request)
+    with pytest.raises(CommandError, match="not carried out"):
+        engine.side.commands.clear({"all": True})
+    engine.step()
+    assert stored(engine, request)
+    assert not engine.side.has_work
+
+
+def test_an_idle_engine_is_woken_and_a_sleeping_one_is_not() -> None:
+    idle = IdleSteps(lambda: False)
+    calls = StepCalls(idle.request_step)
+    asleep, woken = [False], threading.Event()
+    idle.start(Loop(woken.set, lambda: asleep[0]))
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(calls.call, lambda: 7, 10)
+        assert woken.wait(10)
+        assert idle.is_due
+        assert calls.has_any
+        calls.run()
+        assert future.result() == 7
+    asleep[0] = True
+    with pytest.raises(CommandError, match="wake_up"):
+        calls.call(lambda: 8, 10)
+    assert not calls.has_any
+    idle.close()
+
+
+def test_commands_are_refused_while_the_engine_ends() -> None:
+    calls = StepCalls(lambda: None)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(calls.call, lambda: 7, 10)
+        while not calls.has_any:
+            time.sleep(1e-3)
+        calls.close()
+        with pytest.raises(CommandError, match="is ending"):
+            waiting.result()
+    with pytest.raises(CommandError, match="is ending"):
+        calls.call(lambda: 7, 10)
+
+
+def test_a_call_that_fails_fails_its_caller_alone() -> None:
+    calls = StepCalls(lambda: None)
+    with ThreadPoolExecutor(2) as pool:
+        bad, good = pool.submit(calls.call, lambda: 1 // 0, 10), pool.submit(calls.call, dict, 10)
+        while not (bad.done() and good.done()):
+            calls.run()
+        assert isinstance(bad.exception(), ZeroDivisionError)
+        assert good.result() == {}
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"zz": 1}', '{"ab": -1}', '{"ab": "1"}'])
+def test_a_damaged_list_of_cleared_salts_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "cleared.json"
+    path.write_text(content)
+    with pytest.raises(StoreError, match="which salts were cleared"):
+        ClearedSalts(path)
+
+
+def test_a_salt_whose_clearing_cannot_be_kept_is_not_cleared(tmp_path: Path) -> None:
+    salts = ClearedSalts(tmp_path / "gone" / "cleared.json")
+    with pytest.raises(CommandError, match="cannot be written"):
+        salts.raise_count("m")
+    assert salts.count("m") == 0
+
+
+def test_the_status_says_where_sessions_are_and_not_who_they_are(
+    start: Start, tmp_path: Path
+) -> None:
+    engine = start(ssd_dir=tmp_path, ssd_bytes=1 << 22)
+    engine.run(turn("1", count=256, session_id="mine", cache_salt="secret"))
+    assert engine.store.flush(10)
+    engine.store.leave_to_ssd()
+    engine.run(turn("2", count=128, seed=2, session_id="other"))
+    engine.admit(turn("3", count=128, seed=3, session_id="third"))
+    path = tmp_path / "socket"
+    engine.side.serve_status(path, {"model": "m"}, lambda: pytest.fail("costs were not asked"))
+    answer = ask(path, {"get": "sessions"})
+    third, other, mine = answer["sessions"]
+    assert mine["session"] == session_key("secret", "mine").hex()
+    assert (mine["resumable_tokens"], mine["chunks_by_tier"]) == (256, {"dram": 0, "ssd": 4})
+    assert (other["resumable_tokens"], other["chunks_by_tier"]) == (128, {"dram": 2, "ssd": 0})
+    assert (third["is_running"], other["is_running"]) == (True, False)
+    assert "secret" not in json.dumps(answer)
+    assert "unknown argument" in ask(path, {"do": "clear", "sesion": "x"})["error"]
+    engine.finish(engine.requests["3"])
+
+
+def test_the_book_keeps_the_newest_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hetero_connector.engine.scheduler import session_book
+
+    monkeypatch.setattr(session_book, "_CAPACITY", 3)
+    book = SessionBook()
+    for session in (1, 2, 3, 1, 4):
+        book.on_turn_start(session, b"")
+    assert [session for session, _ in book.newest()] == [4, 1, 3]
+    record = book.find(1)
+    assert record is not None
+    assert record.turns == 2
+    book.on_turn_end(2, (), 5, None)
+    assert book.find(2) is None
