@@ -161,6 +161,9 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Saves that ended without a complete copy."""
     broken: bool = False
     """True once a load has failed on a rank: it loads and saves nothing from then on."""
+    hidden_share: float | None = None
+    """Share of a load's bytes that is copied while the forward runs, from 0 to 1; None: as before.
+    """
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Return the sum of this report and another rank's."""
@@ -172,7 +175,14 @@ class WorkerReport(KVConnectorWorkerMetadata):
             broken=self.broken or other.broken,
             timings=_longest(self.timings, other.timings),
             timed_step=other.timed_step if self.timed_step is None else self.timed_step,
+            hidden_share=_least(self.hidden_share, other.hidden_share),
         )
+
+
+def _least(one: float | None, other: float | None) -> float | None:
+    """Return the lower of two ranks' figures: the slowest rank sets the pace."""
+    known = [x for x in (one, other) if x is not None]
+    return min(known, default=None)
 
 
 def _longest(one: Sequence[StepTiming], other: Sequence[StepTiming]) -> list[StepTiming]:

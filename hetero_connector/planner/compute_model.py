@@ -65,6 +65,7 @@ class ComputeRegression:
 
     def __init__(self, profile: ComputeCoefficients | None = None) -> None:
         """`profile`: coefficients measured earlier, to start from."""
+        self._known = profile is not None
         self._fit = RobustLeastSquares(SLOW_ENGINE, profile)
         self.coefficients = ComputeCoefficients(*self._fit.coefficients)
         """The present fit."""
@@ -78,6 +79,10 @@ class ComputeRegression:
     def errors(self) -> RelativeErrors:
         """Errors of steps, each predicted before it was learned from."""
         return self._fit.errors
+
+    def is_measured(self, min_samples: int = 1) -> bool:
+        """True if the coefficients come from a profile, or from so many steps of this engine."""
+        return self._known or self.samples >= min_samples
 
     def observe(self, new_tokens: float, context_tokens: float, seconds: float) -> None:
         """Learn from a step that computed one request."""
@@ -175,14 +180,13 @@ class InterferenceRegression:
         return self._fit.samples
 
     @property
-    def measured(self) -> bool:
-        """True if the coefficients come from steps, of this engine or of a profile's."""
-        return self._known or self.samples > 0
-
-    @property
     def errors(self) -> RelativeErrors:
         """Errors of steps, each predicted before it was learned from."""
         return self._fit.errors
+
+    def is_measured(self, min_samples: int = 1) -> bool:
+        """True if the coefficients come from a profile, or from so many steps of this engine."""
+        return self._known or self.samples >= min_samples
 
     def predict(self, mix: StepMix) -> float:
         """Seconds of one step."""

@@ -158,7 +158,7 @@ class CostModel:
 
     def delays(self) -> InterferenceCoefficients:
         """Return the interference coefficients, guessed from `compute` until one is measured."""
-        if self.interference.measured:
+        if self.interference.is_measured():
             return self.interference.coefficients
         return InterferenceCoefficients.of_compute(self.compute.coefficients)
 

@@ -64,6 +64,7 @@ class LoadModel:
     ) -> None:
         """`state_types`: those of the model. `profile`: rates measured earlier, to start from."""
         self._types = tuple(state_types)
+        self._known = frozenset(profile or ())
         self._tiers = {
             tier: _TierFit(self._types, (profile or {}).get(tier), *default)
             for tier, default in _FAST_TIERS.items()
@@ -76,6 +77,10 @@ class LoadModel:
     def errors(self, tier: Tier) -> RelativeErrors:
         """Errors of the tier's loads, each predicted before it was learned from."""
         return self._tiers[tier].fit.errors
+
+    def is_measured(self, tier: Tier, min_samples: int = 1) -> bool:
+        """True if the tier's rates come from a profile, or from so many loads of this engine."""
+        return tier in self._known or self.errors(tier).count >= min_samples
 
     def observe(
         self,

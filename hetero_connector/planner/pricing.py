@@ -10,9 +10,10 @@ of their own are computed first; a request without a load to wait for overtakes 
 
 What is in DRAM then goes to pages. Layer by layer, compute of the first step hides that, except
 for the first layer, which has nothing to overlap with: max(load, first step) + load / layers
-instead of their sum. The part not hidden is *exposed*, and delays running decodes as well. If that
-is longer than one of their steps, the request is *parked*: they go on while it is loaded. All of a
-parked load is exposed, and its end is noticed between two steps, like that of staging.
+instead of their sum. Layers that call none of vLLM's hooks are loaded before the step. The part not
+hidden is *exposed*, and delays running decodes as well. If that is longer than one of their steps,
+the request is *parked*: they go on while it is loaded. All of a parked load is exposed, and its end
+is noticed between two steps, like that of staging.
 
 `LoadTimes` works out the seconds of loads, `Pricing` the whole sum.
 """
@@ -52,9 +53,9 @@ class EngineLoad:
     """Requests that are being decoded."""
     in_flight_bytes: Mapping[Tier, int] = field(default_factory=dict)
     """Bytes that earlier restores are still reading, by source tier."""
-    layerwise: bool = True
-    """True: loads from DRAM to pages run layer by layer during the forward pass. False: before it.
-    Parked ones need no forward pass."""
+    hidden_share: float = 1.0
+    """Share of a load from DRAM to pages that runs layer by layer during the forward pass; the rest
+    runs before it. Parked loads need no forward pass."""
     waiting_tokens: int = 0
     """Prompt tokens of earlier requests that wait for their own loads. They are computed before
     this request if it waits for a load too, else after it."""
@@ -307,10 +308,10 @@ class Pricing:
             staged_s = noticed_s * (staged_s > 0.0)
         waited_s = self._waited_s(staged_s)
         compute_s = self._computed_s(resume)
-        exposed_s = to_pages_s
-        if self._load.layerwise:
-            exposed_s = to_pages_s * (1.0 + 1.0 / self._num_layers)
-            exposed_s -= np.minimum(to_pages_s, self._first_step_s(resume, compute_s))
+        exposed_s, share = to_pages_s, self._load.hidden_share
+        if share:
+            exposed_s = to_pages_s * (1.0 + share / self._num_layers)
+            exposed_s -= np.minimum(to_pages_s * share, self._first_step_s(resume, compute_s))
         delays_s = total_s = exposed_s + compute_s
         """`delays_s`: the seconds by which running decodes are delayed."""
         parked = None

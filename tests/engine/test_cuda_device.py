@@ -70,7 +70,11 @@ class Worker:
         self.side.register(self.caches)
         self.side.attach(self.arena.handle, layout)
         self.at_start = list(cuda.calls)
-        self.step(StepMetadata())
+        for _ in range(2):
+            self.step(StepMetadata())
+        report = self.side.take_report()
+        assert report is not None
+        assert report.hidden_share == 1.0, "each layer's hooks were seen"
 
     def step(self, meta: StepMetadata, *, hooks: bool = True) -> list[tuple[str, str, str]]:
         """Run a step; return what the streams and the CPU did."""

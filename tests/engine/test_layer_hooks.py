@@ -31,6 +31,27 @@ def test_a_layer_is_reliable_from_the_step_after_its_first_hook() -> None:
     assert reliable(hooks) == {"target"}
 
 
+def test_a_model_without_hooks_is_told_from_one_that_has_not_run() -> None:
+    hooks = LayerHooks()
+    assert not hooks.begin_step()
+    assert not hooks.begin_step()
+    hooks.expect()
+    assert hooks.begin_step()
+    hooks.expect()
+    assert not hooks.begin_step(), "nothing new"
+
+
+def test_only_a_step_that_teaches_something_is_news() -> None:
+    hooks = LayerHooks()
+    news = []
+    for layers in (["target", "draft"], ["target", "draft"], [], ["target"], ["target", "draft"]):
+        hooks.expect()
+        for layer in layers:
+            hooks.on_called(layer)
+        news.append(hooks.begin_step())
+    assert news == [True, False, False, True, False]
+
+
 def test_a_layer_that_was_left_out_once_is_never_reliable_again() -> None:
     hooks = LayerHooks()
     ran(hooks, ["target", "draft"])

@@ -47,8 +47,14 @@ class Worker:
     """A worker side whose second thread is busy, so that every load that may be late is late."""
 
     def __init__(
-        self, layerwise: str = "on", *, model: ModelSpec = MODEL, **settings: bool
+        self,
+        layerwise: str = "on",
+        *,
+        model: ModelSpec = MODEL,
+        first_step: Sequence[str] = LAYERS,
+        **settings: bool,
     ) -> None:
+        """`first_step`: the layers that call their hooks in an earlier step."""
         self.arena = Arena.create(4 * SIZE, shared=False)
         self.recorder = Recorder()
         layout = ArtifactLayout(model, CHUNK)
@@ -60,7 +66,7 @@ class Worker:
         self.side.register(self.caches)
         self.side.attach(self.arena.handle, layout)
         self.side._pipeline._executor.submit = _never  # type: ignore[method-assign]
-        self.step(StepMetadata())  # an earlier step, in which both layers call their hooks
+        self.step(StepMetadata(), first_step)
 
     def step(self, meta: StepMetadata, layers: Sequence[str] = LAYERS) -> None:
         """Run a step that writes nothing."""
@@ -156,6 +162,30 @@ def test_a_drafter_that_is_left_out_finds_its_pages_loaded_in_the_next_step(
     assert report.loaded[5] == 1
 
 
+@pytest.mark.parametrize(
+    ("hooked", "share"),
+    [(LAYERS, 1.0), (["target"], 0.5), ([], 0.0)],
+    ids=["all", "the model's", "none"],
+)
+def test_the_share_of_a_load_that_the_forward_hides_is_reported_once(
+    hooked: Sequence[str], share: float
+) -> None:
+    worker = Worker(first_step=hooked)
+    assert worker.side.take_report() is None, "not known before the forward has run"
+    worker.step(StepMetadata(), layers=hooked)
+    assert report(worker).hidden_share == share
+    worker.step(StepMetadata(), layers=hooked)
+    assert worker.side.take_report() is None
+    worker.close()
+
+
+def test_a_worker_that_loads_before_the_forward_reports_no_hidden_share() -> None:
+    worker = Worker("off")
+    worker.step(StepMetadata())
+    assert worker.side.take_report() is None
+    worker.close()
+
+
 def test_a_load_is_reported_once_all_layers_are_copied(worker: Worker) -> None:
     """With a drafter vLLM asks for the report before the step's end."""
     blocks = [3, 4, 5, 6]
@@ -221,7 +251,7 @@ def test_nothing_is_reported_before_its_copies_have_ended_also_after_an_error(
     )
     worker.side.end_step(meta)
     assert worker.side.take_transfers() == (set(), set())
-    assert worker.side.take_report() is None
+    assert worker.side.take_report() == WorkerReport(hidden_share=1.0), "of the step before"
     worker.step(StepMetadata())
     assert worker.side.take_report() is None
     ended.append(True)

@@ -154,13 +154,13 @@ def test_waiting_requests_go_first_only_if_this_one_waits_too(parking: Parking) 
     assert delays == [0.0, pytest.approx(from_dram_s), pytest.approx(0.41 - 0.14)]
 
 
-@pytest.mark.parametrize("layerwise", [True, False])
+@pytest.mark.parametrize("share", [1.0, 0.0])
 @pytest.mark.parametrize("parking", ["never", "long", "always"])
 def test_decodes_are_delayed_by_compute_and_by_loads_that_do_not_park(
-    layerwise: bool, parking: Parking
+    share: float, parking: Parking
 ) -> None:
     costs = costs_of(DENSE, load={Tier.DRAM: rates(5.0, 0.0)}, weights=CostWeights(0.02, 0.0))
-    busy = EngineLoad(running_decodes=3, layerwise=layerwise, parking=parking)
+    busy = EngineLoad(running_decodes=3, hidden_share=share, parking=parking)
     nothing, one = candidates(costs, [Tier.DRAM], busy)
     assert nothing.terms.stall_s == pytest.approx(0.06 * nothing.terms.compute_s)
     held_s = one.terms.compute_s + (one.terms.load_s if parking == "never" else 0.0)

@@ -24,19 +24,30 @@ class LayerHooks:
         self._skipped: set[str] = set()
         self._first: str | None = None
         """The first layer that has ever called its hook: one of the model that a drafter serves."""
+        self._is_expected = False
+        self._is_known = False
+        """True once a forward has shown which layers call their hooks, if any does."""
 
     def __contains__(self, layer: str) -> bool:
         return layer in self._reliable
 
-    def begin_step(self) -> None:
-        """Learn from the last step."""
-        called = self._called
-        if self._first not in called:  # a full graph, perhaps of the model without the drafter
-            self._called = set()
-            return
-        self._skipped |= self._reliable - called
-        self._reliable = (self._reliable | called) - self._skipped
-        self._called = set()
+    def expect(self) -> None:
+        """Note that this step's forward calls the layer hooks of its model, if it has any."""
+        self._is_expected = True
+
+    def begin_step(self) -> bool:
+        """Learn from the last step. Return whether other layers are reliable now.
+
+        The first step that shows that no layer is counts, too.
+        """
+        before = self._reliable if self._is_known else None
+        self._is_known |= self._is_expected
+        self._is_expected = False
+        called, self._called = self._called, set()
+        if self._first in called:  # else a full graph, perhaps of the model without the drafter
+            self._skipped |= self._reliable - called
+            self._reliable = (self._reliable | called) - self._skipped
+        return self._is_known and self._reliable != before
 
     def on_called(self, layer: str) -> None:
         self._first = self._first or layer

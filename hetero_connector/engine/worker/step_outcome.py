@@ -60,6 +60,10 @@ class StepOutcome:
         """Report the step's number, because it is timed."""
         self._report.timed_step = step
 
+    def on_hidden_share(self, share: float) -> None:
+        """Report the share of a load's bytes that is copied while the forward runs."""
+        self._report.hidden_share = share
+
     def on_loads_ended(self, loads: Iterable[Load]) -> None:
         """Report loads that were made or lost: their artifacts may leave DRAM."""
         self._report.loaded.update(load.load_id for load in loads)

@@ -141,7 +141,8 @@ class WorkerSide:
         if step.begun:
             return
         step.begun = True
-        self._hooks.begin_step()
+        if self._hooks.begin_step() and self._layerwise != "off":
+            self.outcome.on_hidden_share(self._hidden_share())
         if meta.early_saves:
             with self.outcome.saving(step):
                 self._copy_early_saves(meta)
@@ -158,6 +159,8 @@ class WorkerSide:
         if step.loading:
             return
         step.loading = True
+        if hooks_called:
+            self._hooks.expect()
         for lost in meta.lost:
             self.outcome.on_lost_load(lost)
         if not meta.loads:
@@ -328,6 +331,13 @@ class WorkerSide:
         copies = self._get_planner().plan_saves(save.copy for save in meta.early_saves)
         self._get_device().prepare_saves(copies)(list(self._layers))
         self._get_device().make_forward_wait_for_saves()
+
+    def _hidden_share(self) -> float:
+        """Return the share of a long prefix's bytes that is in layers with reliable hooks."""
+        layers = self._layout.model.stored_layers
+        by_layer = {x.layer: x.page_bytes / x.block_tokens for x in layers}
+        hidden = sum(size for layer, size in by_layer.items() if layer in self._hooks)
+        return hidden / sum(by_layer.values())
 
     def _start_parked(self, step: WorkerStep) -> None:
         """Load for requests that wait between steps. No forward waits for these copies."""
