@@ -5,6 +5,8 @@ RUN    := $(VENV)/bin/python
 STAMP  := $(VENV)/.heterocache-setup
 DOCS   := .venv-docs
 RAY    := $(CURDIR)/.cache/ray
+PACKAGING := .cache/packaging
+PROMETHEUS := $(CURDIR)/.cache/prometheus
 
 # An engine on few cores: see examples/serving.py.
 export OMP_NUM_THREADS := 1
@@ -26,7 +28,7 @@ ON_GPU := env -u OMP_NUM_THREADS PYTHONPATH=.:cuda $(GPU_PYTHON)
 
 NEWER_VLLM := $(RUN) scripts/with_vllm.py 0.33.0
 
-.PHONY: help venv demo check test test-fast test-engine test-second-runner test-newer-vllm test-ray test-search test-slow test-faults lint format bench gpu-check gpu-serve docs clean
+.PHONY: help venv demo check test test-fast test-engine test-second-runner test-newer-vllm test-ray test-prometheus test-search test-slow test-faults lint format bench gpu-check gpu-serve package docs clean
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -62,11 +64,25 @@ test-newer-vllm: venv  ## Engine tests on vLLM 0.33, its Python files over the C
 	PYTHONPATH=tests/second_runner $(NEWER_VLLM) pytest -q $(ON_ENGINE) -p second_runner -m "engine and not slow" \
 		-k "not (deepseek_v4 or gptoss)" $(ON_SECOND_RUNNER)
 
-test-ray: venv $(RAY)/.stamp  ## Workers that Ray starts, on one host
-	PYTHONPATH=$(RAY) $(RUN) -m pytest -q tests/engine/test_ray.py
+test-ray: venv $(RAY)/.stamp  ## Workers that Ray starts, and Ray Serve, on one host
+	PYTHONPATH=. $(RAY)/bin/python -m pytest -q tests/engine/test_ray.py tests/engine/test_ray_serve.py
 
+# An environment over .venv, so that pip takes what the engine pins and adds what Ray lacks.
 $(RAY)/.stamp:
-	$(RUN) -m pip install -qq --disable-pip-version-check --no-deps --target $(RAY) "ray==2.60.0"
+	rm -rf $(RAY)
+	$(RUN) -m venv --without-pip $(RAY)
+	$(RUN) -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
+		> $$($(RAY)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/engine.pth
+	$(RUN) -m pip --python $(RAY)/bin/python install -qq --disable-pip-version-check "ray[serve]==2.60.0" pyarrow jsonref
+	@touch $@
+
+test-prometheus: venv $(PROMETHEUS)/.stamp  ## Alerts and dashboard on a real Prometheus, of Debian's package
+	PATH=$(PROMETHEUS)/usr/bin:$$PATH $(RUN) -m pytest -q tests/deploy/test_prometheus_server.py
+
+$(PROMETHEUS)/.stamp:
+	@mkdir -p $(PROMETHEUS)
+	@cd $(PROMETHEUS) && { apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; }; }
+	@cd $(PROMETHEUS) && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
 	@touch $@
 
 test-search: venv  ## The fast tests, property tests with new examples
@@ -108,6 +124,14 @@ gpu-check:  ## Check the device path on one GPU, without vLLM: GPU_PYTHON=python
 gpu-serve:  ## Exactness and restores with vLLM on one GPU: GPU_PYTHON=python3
 	$(ON_GPU) -m benchmarks.gpu_serve
 
+package: $(PACKAGING)/.stamp  ## Wheel, sdist and SBOM in dist, checked
+	$(PACKAGING)/bin/python scripts/build_package.py
+
+$(PACKAGING)/.stamp:
+	$(PYTHON) -m venv $(PACKAGING)
+	$(PACKAGING)/bin/python -m pip install -qq --disable-pip-version-check "build==1.6.1" "twine==7.0.0" "cyclonedx-bom==7.5.0"
+	@touch $@
+
 docs: $(DOCS)/.stamp  ## The documentation as a site in build/docs; warnings are errors
 	$(DOCS)/bin/python -m sphinx --fail-on-warning --keep-going --quiet --builder html docs build/docs
 
@@ -117,5 +141,5 @@ $(DOCS)/.stamp: pyproject.toml
 	@touch $@
 
 clean:  ## Remove everything made here, the environment too
-	rm -rf $(VENV) $(DOCS) .cache .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) $(DOCS) .cache .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

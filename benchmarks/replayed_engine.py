@@ -149,13 +149,13 @@ class _Decisions(Predictions):
 
     def on_decision(
         self,
-        request_id: str,
+        tracker: RequestTracker,
         decision: RestoreDecision,
         stored: Sequence[StoredChunk],
         local_tokens: int,
         num_tokens: int,
     ) -> None:
-        super().on_decision(request_id, decision, stored, local_tokens, num_tokens)
+        super().on_decision(tracker, decision, stored, local_tokens, num_tokens)
         self.latest, self.deepest = decision, stored[-1].chunk.end
 
 
@@ -218,7 +218,7 @@ class ReplayedEngine:
             deadline_s=math.inf,
             clock=clock,
         )
-        self._counter = RestoreCounter(layout, recorder)
+        self._counter = RestoreCounter(layout, recorder, clock)
         self._saver = Saver(layout, store, layout.model.tp_size, checkpoints)
         self._groups = 1 + max(x.group for x in layout.model.layers)
         self._served = 0
@@ -237,7 +237,6 @@ class ReplayedEngine:
         self._saver.on_admitted(tracker, restored)
         self._compute(tracker, restored, len(turn.tokens))
         decision, stored = self._decisions.latest, self._decisions.deepest
-        self._decisions.forget(request.request_id)
         return Served(
             stored,
             restored,

@@ -14,6 +14,8 @@ release = _project["version"]
 extensions = ["myst_parser", "sphinx_copybutton"]
 myst_heading_anchors = 3
 nitpicky = True
+suppress_warnings = ["misc.highlighting_failure"]
+"""The lexer of PromQL knows no colon in a name, and all names of vLLM have one."""
 
 html_theme = "furo"
 html_title = f"HeteroCache {release}"

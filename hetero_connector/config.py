@@ -288,7 +288,7 @@ _ONLY_WITH = {
     "ssd_dir": ("ssd_gib", "ssd_write_gib_per_day"),
 }
 """Keys that mean something only if another one is set, by that one."""
-_OTHER_NAMES = {
+OTHER_NAMES = {
     "LMCache": {
         "chunk_size": "chunk_tokens",
         "local_cpu": "dram_gib",
@@ -318,7 +318,7 @@ _OTHER_NAMES = {
 def _advice(name: str) -> str:
     """Return what to write in place of an unknown key."""
     plain = str(name).lower().removeprefix("lmcache.")
-    for product, keys in _OTHER_NAMES.items():
+    for product, keys in OTHER_NAMES.items():
         if plain in keys:
             return f"it belongs to {product}; the key here is {keys[plain]!r}"
     names = [key.name for key in KEYS]

@@ -11,6 +11,7 @@ HeteroCacheError
 │   ├── StoreTakenError    another engine took the directory while this one used it
 │   ├── FormatError        the directory holds another format version or another geometry
 │   └── StoreClosedError   used after close()
+├── CommandError           a command to a running engine is wrong or was not carried out; says why
 ├── LoadLostError          tokens that vLLM counts as computed were not loaded; ends the engine
 ├── DirectoryError         a call to the ownership directory failed
 │   ├── StaleEpochError    the worker's lease has ended: register again, claim again
@@ -100,6 +101,10 @@ class FormatError(StoreError):
 
 class StoreClosedError(StoreError):
     """The store was used after close()."""
+
+
+class CommandError(HeteroCacheError, ValueError):
+    """A command to a running engine is malformed, or it could not be carried out."""
 
 
 class LoadLostError(HeteroCacheError, RuntimeError):

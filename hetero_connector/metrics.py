@@ -1,4 +1,4 @@
-"""Counters, gauges and timings: their declarations, and a recorder of them.
+"""Counters, gauges and histograms: their declarations, and a recorder of them.
 
 Each process has a `Recorder`. The engine drains it once a step and sends the payload through vLLM's
 connector stats to Prometheus. Labels are part of a key, so two payloads can be merged without
@@ -15,15 +15,20 @@ from typing import Any, NamedTuple
 
 Payload = dict[str, dict[str, Any]]
 
-COUNTERS, GAUGES, TIMINGS = "counters", "gauges", "timings"
+COUNTERS, GAUGES, HISTOGRAMS = "counters", "gauges", "histograms"
 _MAX_SAMPLES = 1024
+
+SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 100)
+RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
+"""Bounds of histograms. Ray refuses bounds that are not positive."""
 
 
 class Metric(NamedTuple):
-    """One metric: its help text, and its labels without vLLM's own."""
+    """One metric: its help text, its labels without vLLM's own, and a histogram's bounds."""
 
     help: str
     labels: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = SECONDS
 
 
 _TIER_AND_TYPE = ("tier", "state_type")
@@ -70,6 +75,11 @@ _COUNTERS = {
         "Bytes evicted before all others because computing them again costs less.",
         _TIER_AND_TYPE,
     ),
+    "heterocache_eviction_regret_tokens": Metric(
+        "Tokens that were computed and saved again within 10 minutes of their eviction, by the "
+        "tier that their last copy left: with a larger tier they would have been restored.",
+        _TIER_AND_TYPE,
+    ),
     "heterocache_failures": Metric(
         "Failed transfers and checks; each one is a cache miss.", ("cause", "tier")
     ),
@@ -104,6 +114,10 @@ _COUNTERS = {
 }
 
 _GAUGES = {
+    "heterocache_info": Metric(
+        "1, with the versions, the model's fingerprint and the layout of what is stored.",
+        ("version", "vllm", "fingerprint", "format", "layout", "chunk_tokens", "tp_size"),
+    ),
     "heterocache_bytes": Metric("Bytes stored, without padding.", _TIER_AND_TYPE),
     "heterocache_artifacts": Metric("Artifacts stored.", _TIER_AND_TYPE),
     "heterocache_capacity_bytes": Metric("Capacity of the tier.", ("tier",)),
@@ -116,6 +130,9 @@ _GAUGES = {
     "heterocache_ssd_written_24h_bytes": Metric(
         "Bytes written to SSD in the last 24 hours, as the write budget counts them."
     ),
+    "heterocache_ssd_write_budget_bytes": Metric(
+        "Bytes that may be written to SSD in 24 hours; absent without a write budget."
+    ),
     "heterocache_peer_quarantined_bytes": Metric(
         "DRAM that cannot be used because a transfer from a peer into it has not ended."
     ),
@@ -126,7 +143,12 @@ _GAUGES = {
     "heterocache_replica_bytes": Metric("Bytes stored here that other workers own."),
 }
 
-_TIMINGS = {
+_HISTOGRAMS = {
+    "heterocache_prediction_ratio": Metric(
+        "Observed over predicted time to first token, by the choice; 1 is exact.",
+        ("choice",),
+        RATIOS,
+    ),
     "heterocache_ttft_seconds": Metric(
         "Time from the restore decision to the first token, predicted and observed.", ("kind",)
     ),
@@ -147,10 +169,42 @@ _TIMINGS = {
 METRICS_BY_KIND: Mapping[str, Mapping[str, Metric]] = {
     COUNTERS: _COUNTERS,
     GAUGES: _GAUGES,
-    TIMINGS: _TIMINGS,
+    HISTOGRAMS: _HISTOGRAMS,
 }
-METRICS: Mapping[str, Metric] = _COUNTERS | _GAUGES | _TIMINGS
+METRICS: Mapping[str, Metric] = _COUNTERS | _GAUGES | _HISTOGRAMS
 """Every metric by name; each of the two packages may record any of them."""
+
+
+_LOAD, _STORE = "CPU_to_GPU", "GPU_to_CPU"
+
+
+class Native(NamedTuple):
+    """Two names of vLLM's native offloading for one of ours, the newer one first.
+
+    The older one has a label `transfer_type`.
+    """
+
+    name: str
+    older_name: str
+    transfer_type: str
+
+
+NATIVE = {
+    "heterocache_restored_bytes": Native(
+        "vllm:kv_offload_load_bytes", "vllm:kv_offload_total_bytes", _LOAD
+    ),
+    "heterocache_saved_bytes": Native(
+        "vllm:kv_offload_store_bytes", "vllm:kv_offload_total_bytes", _STORE
+    ),
+    "heterocache_load_seconds": Native(
+        "vllm:kv_offload_load_time", "vllm:kv_offload_total_time", _LOAD
+    ),
+    "heterocache_save_seconds": Native(
+        "vllm:kv_offload_store_time", "vllm:kv_offload_total_time", _STORE
+    ),
+}
+"""Metrics that mean the same as one of vLLM's native offloading, so that its panels show them."""
+NATIVE_NAMES = tuple(dict.fromkeys(name for x in NATIVE.values() for name in x[:2]))
 
 
 def metric_key(name: str, labels: dict[str, str]) -> str:
@@ -171,7 +225,7 @@ def split_key(key: str) -> tuple[str, dict[str, str]]:
 
 
 class Recorder:
-    """Thread-safe counters (`add`), gauges (`set`) and timings in seconds (`observe`)."""
+    """Thread-safe counters (`add`), gauges (`set`) and samples of histograms (`observe`)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -181,7 +235,7 @@ class Recorder:
     def _reset(self) -> None:
         self._counters: defaultdict[str, float] = defaultdict(float)
         self._gauges: dict[str, float] = {}
-        self._timings: defaultdict[str, list[float]] = defaultdict(list)
+        self._samples: defaultdict[str, list[float]] = defaultdict(list)
 
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
         """Add to a counter, which only grows."""
@@ -194,29 +248,29 @@ class Recorder:
         with self._lock:
             self._gauges[key] = value
 
-    def observe(self, name: str, seconds: float, **labels: str) -> None:
-        """Record one duration; at most 1,024 samples per key are kept between two drains."""
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Record one sample; at most 1,024 samples per key are kept between two drains."""
         key = metric_key(name, labels)
         with self._lock:
-            samples = self._timings[key]
+            samples = self._samples[key]
             if len(samples) < _MAX_SAMPLES:
-                samples.append(seconds)
+                samples.append(value)
 
     def has_news(self) -> bool:
         """Return True if a drain would return more than gauges that have not changed."""
         with self._lock:
-            is_counted = bool(self._counters or self._timings)
+            is_counted = bool(self._counters or self._samples)
             return is_counted or not self._gauges.items() <= self._drained_gauges.items()
 
     def drain(self) -> Payload | None:
         """Return everything recorded since the last drain; None if there is nothing."""
         with self._lock:
-            if not (self._counters or self._gauges or self._timings):
+            if not (self._counters or self._gauges or self._samples):
                 return None
             payload: Payload = {
                 COUNTERS: dict(self._counters),
                 GAUGES: dict(self._gauges),
-                TIMINGS: dict(self._timings),
+                HISTOGRAMS: dict(self._samples),
             }
             self._drained_gauges |= self._gauges
             self._reset()
@@ -224,12 +278,12 @@ class Recorder:
 
 
 def merge(into: Payload, other: Payload) -> Payload:
-    """Add `other` to `into` and return it: counters and timings add up, gauges are replaced."""
+    """Add `other` to `into` and return it: counters and samples add up, gauges are replaced."""
     counters = into.setdefault(COUNTERS, {})
     for key, value in other.get(COUNTERS, {}).items():
         counters[key] = counters.get(key, 0.0) + value
     into.setdefault(GAUGES, {}).update(other.get(GAUGES, {}))
-    timings = into.setdefault(TIMINGS, {})
-    for key, samples in other.get(TIMINGS, {}).items():
-        timings[key] = [*timings.get(key, []), *samples][:_MAX_SAMPLES]
+    known = into.setdefault(HISTOGRAMS, {})
+    for key, samples in other.get(HISTOGRAMS, {}).items():
+        known[key] = [*known.get(key, []), *samples][:_MAX_SAMPLES]
     return into

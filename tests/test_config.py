@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_connector import machine
-from hetero_connector.config import _OTHER_NAMES, KEYS, HeteroConfig, markdown_table
+from hetero_connector.config import KEYS, OTHER_NAMES, HeteroConfig, markdown_table
 from hetero_connector.errors import ConfigError
 from hetero_connector.machine import Disk, Memory
 from hetero_connector.units import GIB
@@ -336,6 +336,6 @@ def test_all_wrong_keys_are_named_at_once(tmp_path: Path) -> None:
 
 def test_other_connectors_keys_are_answered_with_keys_that_exist() -> None:
     names = {key.name for key in KEYS}
-    for product, keys in _OTHER_NAMES.items():
+    for product, keys in OTHER_NAMES.items():
         assert set(keys.values()) <= names, product
         assert not set(keys) & names, product

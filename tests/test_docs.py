@@ -100,6 +100,22 @@ def test_generated_pages_are_up_to_date() -> None:
     assert not outdated, "run: .venv/bin/python docs/generate.py"
 
 
+def test_the_versions_that_are_called_refused_are_refused() -> None:
+    from hetero_connector.errors import UnsupportedVersionError
+    from hetero_connector.supported_vllm import check_version
+
+    page = (DOCS / "reference/compatibility.md").read_text()
+    (row,) = re.findall(r"^\| (.*) \| refused \|", page, re.MULTILINE)
+    versions = re.findall(r"\d+\.\d+", row)
+    assert len(versions) == 2
+    for version in versions:
+        with pytest.raises(UnsupportedVersionError):
+            check_version(f"{version}.0")
+    (expected,) = re.findall(r"^\| patch releases of (.*) \| expected", page, re.MULTILINE)
+    for version in expected.split(" and "):
+        check_version(f"{version}.1")
+
+
 def test_every_result_is_of_a_benchmark_that_exists() -> None:
     for benchmark in generator().FIGURES:
         assert (ROOT / f"benchmarks/{benchmark}.py").exists(), benchmark

@@ -1,4 +1,4 @@
-"""Counters add, gauges replace, timings collect; a drain starts anew."""
+"""Counters add, gauges replace, samples collect; a drain starts anew."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_samples_are_bounded() -> None:
         recorder.observe("t", 0.5)
     payload = recorder.drain()
     assert payload is not None
-    assert len(payload["timings"]["t{}"]) == 1024
+    assert len(payload["histograms"]["t{}"]) == 1024
 
 
 def test_merging_adds_counters_and_lets_the_newer_gauge_win() -> None:
@@ -47,7 +47,7 @@ def test_merging_adds_counters_and_lets_the_newer_gauge_win() -> None:
         recorder.set("g", value)
         recorder.observe("t", value)
     merged = merge(one.drain() or {}, other.drain() or {})
-    assert merged == {"counters": {"c{}": 3}, "gauges": {"g{}": 2}, "timings": {"t{}": [1, 2]}}
+    assert merged == {"counters": {"c{}": 3}, "gauges": {"g{}": 2}, "histograms": {"t{}": [1, 2]}}
 
 
 def test_a_gauge_that_has_not_changed_is_no_news() -> None:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hetero_connector"
 SOURCES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "ownership").rglob("*.py")])
 MAX_LINES = 500
-LONG = {"hetero_connector/store/catalog/catalog.py": 800}
+LONG = {"hetero_connector/store/catalog/catalog.py": 840}
 """The one lock of the store: every call that holds it is in one file."""
 
 ONLY_IN = {
@@ -23,6 +23,8 @@ ONLY_IN = {
     ),
     "nixl": ("hetero_connector/transfer/",),
     "redis": ("ownership/directory/redis/",),
+    "fastapi": ("hetero_connector/engine/api/",),
+    "starlette": ("hetero_connector/engine/api/",),
     "torch": ("hetero_connector/engine/", "hetero_connector/connector.py"),
 }
 BELOW = {

@@ -77,6 +77,7 @@ def test_the_wheel_has_the_public_packages_only(wheel: zipfile.ZipFile) -> None:
 def test_the_wheel_names_no_plugin_but_the_connector(wheel: zipfile.ZipFile) -> None:
     assert entry_points(wheel) == {
         "console_scripts": {"heterocache": "hetero_connector.tools.cli:main"},
+        "vllm.endpoint_plugins": {"heterocache": "hetero_connector.engine.api.plugin:HeteroRoutes"},
         "vllm.general_plugins": {"heterocache": "hetero_connector.engine.plugin:register"},
     }
 

@@ -39,7 +39,7 @@ def _observe_configurations() -> None:
 
     @functools.wraps(original)
     def check_and_init(self: Any) -> None:
-        for keys in _extra_configs(self.kv_transfer_config):
+        for keys in extra_configs(self.kv_transfer_config):
             from hetero_connector.config import HeteroConfig
 
             HeteroConfig.from_extra_config(keys)
@@ -48,7 +48,7 @@ def _observe_configurations() -> None:
     kind.__post_init__ = check_and_init
 
 
-def _extra_configs(transfer: Any) -> Iterator[Mapping[str, Any]]:
+def extra_configs(transfer: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the keys of each `HeteroConnector` that is configured, also in a `MultiConnector`."""
     if transfer is None:
         return

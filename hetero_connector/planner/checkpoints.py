@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
+
+import msgspec
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkKey, Tier
@@ -165,6 +167,25 @@ class CheckpointRates:
         )
 
 
+_Chunks = Annotated[float, msgspec.Meta(ge=0.0, le=1e18)]
+_ByPeriod = Annotated[
+    tuple[_Chunks, ...], msgspec.Meta(min_length=len(PERIODS), max_length=len(PERIODS))
+]
+
+
+@dataclass(frozen=True)
+class PastReuse:
+    """The reuse that `Adaptive` has seen, with fading weight; a profile keeps it."""
+
+    new_chunks: _Chunks
+    recomputed: _ByPeriod
+    """Chunks that requests would have recomputed."""
+    attended: _ByPeriod
+    """`attention_work` of those, in chunks squared."""
+    loads: _ByPeriod
+    """Requests that would have loaded a checkpoint."""
+
+
 class Adaptive:
     """A checkpoint every `period` chunks, with the period that costs least for past reuse.
 
@@ -203,11 +224,12 @@ class Adaptive:
         rates: Callable[[], CheckpointRates] = CheckpointRates,
         memory_requests: int = 256,
         prior_requests: float = 1.0,
+        past: PastReuse | None = None,
     ) -> None:
         """`rates` is called at every observation, so it may return what an engine has measured.
 
         `prior_requests` imagined requests are the prior: each leaves a chain of 64 chunks at a
-        random place and adds 32 chunks.
+        random place and adds 32 chunks. `past`: what was seen earlier, in place of the prior.
         """
         self._sizes = sizes
         self._rates = rates
@@ -219,7 +241,17 @@ class Adaptive:
         """`attention_work` of those, in chunks squared."""
         self._loads = [prior_requests * (p < _LONGEST) for p in PERIODS]
         """Requests that would have loaded a checkpoint, by period."""
+        if past is not None:
+            self._new_chunks = past.new_chunks
+            self._recomputed, self._attended = list(past.recomputed), list(past.attended)
+            self._loads = list(past.loads)
         self.period = self._cheapest()
+
+    @property
+    def past(self) -> PastReuse:
+        """The reuse seen so far. Any thread may ask."""
+        by_period = (tuple(x) for x in (self._recomputed, self._attended, self._loads))
+        return PastReuse(self._new_chunks, *by_period)
 
     def should_keep(self, boundary: Boundary) -> bool:
         if boundary.turn_end or boundary.chunks % self.period == 0:
@@ -298,12 +330,15 @@ class KeptBoundaries:
 
 
 def policy_named(
-    name: str, sizes: CheckpointSizes, rates: Callable[[], CheckpointRates] = CheckpointRates
+    name: str,
+    sizes: CheckpointSizes,
+    rates: Callable[[], CheckpointRates] = CheckpointRates,
+    past: PastReuse | None = None,
 ) -> CheckpointPolicy:
     """Make the policy that a configuration names: `adaptive`, `full`, `zero` or `periodic:N`."""
     kind, _, period = name.partition(":")
     if kind == "periodic":
         return Periodic(int(period))
     if kind == "adaptive":
-        return Adaptive(sizes, rates=rates)
+        return Adaptive(sizes, rates=rates, past=past)
     return {"full": Full, "zero": Zero}[kind]()

@@ -31,7 +31,7 @@ class EngineSettings:
     step_tokens: int = 0
     """`CostModel.step_tokens`."""
     layerwise: bool = True
-    """`EngineLoad.layerwise`."""
+    """True: loads run layer by layer during the forward pass, as far as layers call hooks."""
     load_deadline_s: float = 10.0
     parking: Parking = "never"
 

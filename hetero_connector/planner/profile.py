@@ -1,13 +1,15 @@
-"""A cost model on disk: the JSON file that `heterocache calibrate` writes.
+"""A cost model on disk: the JSON file that `heterocache calibrate` writes, and engines keep.
 
 `CostProfile` is the value; the `_File` structs are the file, field by field. A profile names the
-model and the machine it was measured on (`ProfileSubject`) and is refused for any other.
+model and the machine it was measured on (`ProfileSubject`) and is refused for any other. What an
+engine keeps in its SSD directory is such a file, too, with what it has learned of its sessions.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +19,7 @@ import msgspec
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.errors import ConfigError
+from hetero_connector.planner.checkpoints import PastReuse
 from hetero_connector.planner.compute_model import (
     ComputeCoefficients,
     ComputeRegression,
@@ -31,6 +34,7 @@ from hetero_connector.planner.cost_model import (
     RequestOverhead,
 )
 from hetero_connector.planner.load_model import LoadModel, TierRates
+from hetero_connector.planner.sessions import Pace
 from hetero_connector.spec.state_types import StateType
 
 PROFILE_FORMAT = 2
@@ -144,21 +148,33 @@ class CostProfile:
     """One engine alone cannot measure it."""
     copy_engines: CopyEngines | None = None
     """None on a machine without a GPU, too."""
+    pace: Pace | None = None
+    """The pace of the sessions that an engine has served."""
+    reuse: PastReuse | None = None
+    """The reuse of the requests that it has served; None unless its checkpoints were `adaptive`."""
+    learned_until: float = 0.0
+    """Unix time, seconds, at which an engine kept it; 0: it was calibrated."""
 
     @classmethod
-    def of(cls, costs: CostModel, model: str, subject: ProfileSubject) -> CostProfile:
-        """Take what a cost model has learned. Tiers without a sample are left out."""
-        errors = {tier: FitError.of(costs.load.errors(tier)) for tier in Tier}
-        measured = {tier: error for tier, error in errors.items() if error}
+    def of(
+        cls, costs: CostModel, model: str, subject: ProfileSubject, min_samples: int = 1
+    ) -> CostProfile:
+        """Take what a cost model has learned. Parts with fewer samples are left out.
+
+        What it knew from a profile stays, as it is now. Compute is always there.
+        """
+        interference = costs.interference
+        tiers = [tier for tier in Tier if costs.load.is_measured(tier, min_samples)]
+        errors = {tier: FitError.of(costs.load.errors(tier)) for tier in tiers}
         return cls(
             model,
             subject,
             costs.compute.coefficients,
             FitError.of(costs.compute.errors),
-            {tier: costs.load.rates(tier) for tier in measured},
-            measured,
-            costs.interference.coefficients if costs.interference.measured else None,
-            FitError.of(costs.interference.errors),
+            {tier: costs.load.rates(tier) for tier in tiers},
+            {tier: error for tier, error in errors.items() if error},
+            interference.coefficients if interference.is_measured(min_samples) else None,
+            FitError.of(interference.errors) if interference.is_measured(min_samples) else None,
             costs.overhead if any(costs.overhead) else None,
             handoff=costs.handoff if any(costs.handoff) else None,
         )
@@ -191,9 +207,22 @@ class CostProfile:
         if self.interference_error is not None:
             yield "steps with prefills and decodes", self.interference_error
 
+    @property
+    def origin(self) -> str:
+        """The source of the figures, in words."""
+        machine = self.subject.machine or "an unknown machine"
+        if not self.learned_until:
+            return f"calibrated on {machine}"
+        until = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.learned_until))
+        return f"learned on {machine} until {until}"
+
     def write(self, path: Path) -> None:
         """Write the JSON file. Raises OSError."""
-        path.write_text(json.dumps(self.as_json(), indent=1) + "\n")
+        path.write_bytes(self.as_bytes())
+
+    def as_bytes(self) -> bytes:
+        """Return the file."""
+        return json.dumps(self.as_json(), indent=1).encode() + b"\n"
 
     def as_json(self) -> dict[str, Any]:
         """Return the file's content."""
@@ -217,6 +246,9 @@ class CostProfile:
             None if overhead is None else _Request(*overhead, fit=self.overhead_error),
             None if self.handoff is None else _Handoff(*self.handoff),
             self.copy_engines,
+            self.pace,
+            self.reuse,
+            self.learned_until,
         )
         content: dict[str, Any] = msgspec.to_builtins(file)
         return content
@@ -245,6 +277,9 @@ class CostProfile:
             request.fit if request else None,
             handoff.coefficients(HandoffCost) if handoff else None,
             file.copy_engines,
+            file.pace,
+            file.reuse,
+            file.learned_until,
         )
 
     @classmethod
@@ -270,7 +305,7 @@ class CostProfile:
         return profile
 
 
-_Seconds = Annotated[float, msgspec.Meta(ge=0.0)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
 
 
 class _Header(msgspec.Struct):
@@ -340,6 +375,9 @@ class _File(msgspec.Struct, omit_defaults=True, rename={"handoff": "handover"}):
     request: _Request | None = None
     handoff: _Handoff | None = None
     copy_engines: CopyEngines | None = None
+    pace: Pace | None = None
+    reuse: PastReuse | None = None
+    learned_until: Annotated[float, msgspec.Meta(ge=0.0, le=1e11)] = 0.0
 
 
 def _decode(content: bytes, kind: type[_Kind]) -> _Kind:

@@ -11,7 +11,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import msgspec
 
 from hetero_connector.artifacts.chain import RequestChain
 from hetero_connector.artifacts.record import ChunkKey
@@ -103,29 +105,48 @@ class Conversations:
             del self._turns[key]
 
 
-class _LogGaps(NamedTuple):
+class LogGaps(NamedTuple):
     """Exponentially weighted mean and variance of the logarithms of gaps."""
 
-    weight: float
+    weight: Annotated[float, msgspec.Meta(ge=0.0, le=1e3)]
     """Gaps that count."""
-    mean: float
-    variance: float
+    mean: Annotated[float, msgspec.Meta(ge=-100.0, le=100.0)]
+    variance: Annotated[float, msgspec.Meta(ge=0.0, le=1e4)]
 
-    def with_one(self, log_s: float) -> _LogGaps:
+    def with_one(self, log_s: float) -> LogGaps:
         weight = self.weight * _KEEP + 1.0
         deviation = log_s - self.mean
         mean = self.mean + deviation / weight
         change = deviation * (log_s - mean) - self.variance
-        return _LogGaps(weight, mean, self.variance + change / weight)
+        return LogGaps(weight, mean, self.variance + change / weight)
 
     def normal(self) -> NormalDist:
         return NormalDist(self.mean, max(_LEAST_SIGMA, math.sqrt(self.variance)))
 
 
-_PRIOR_GAPS = _LogGaps(2.0, math.log(30.0), 1.5**2)
+_PRIOR_GAPS = LogGaps(2.0, math.log(30.0), 1.5**2)
 """Prior of ln(gap): half a minute, times or divided by 4.5; weighs like two gaps."""
-_PRIOR_HINT_ERRORS = _LogGaps(4.0, 0.0, 0.25**2)
+_PRIOR_HINT_ERRORS = LogGaps(4.0, 0.0, 0.25**2)
 """Prior of ln(gap / hint): a quarter off; weighs like four gaps."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The part of `ThinkTimes` that is about all sessions together; a profile keeps it.
+
+    The bounds are those of what can have been learned.
+    """
+
+    gaps: LogGaps = _PRIOR_GAPS
+    """The distribution of ln(gap)."""
+    hint_errors: LogGaps = _PRIOR_HINT_ERRORS
+    """The distribution of ln(gap / hint)."""
+    num_gaps: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Gaps learned so far."""
+    returned: Annotated[float, msgspec.Meta(ge=0.0, le=1e3)] = 1.0
+    """Turns whose session returned, with fading weight and a prior of one."""
+    decided: Annotated[float, msgspec.Meta(gt=0.0, le=1e3)] = 1.0
+    """Turns of which it is known whether it did; likewise."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +161,7 @@ class ReturnWindow:
 
 @dataclass(slots=True)
 class _Session:
-    gaps: _LogGaps | None = None
+    gaps: LogGaps | None = None
     """None before its first gap."""
     running: int = 0
     """Turns that run now: some clients run several at once."""
@@ -162,26 +183,30 @@ class ThinkTimes:
     sessions, which weigh as much as one gap of its own. A client's hint is one more log-normal,
     centred on the hint, as wide as earlier hints were wrong.
 
-    One thread learns; `return_probability` may be called on another.
+    One thread learns; `return_probability` may be called on another, and `pace`.
     """
 
-    def __init__(self, max_sessions: int = 4096) -> None:
+    def __init__(self, max_sessions: int = 4096, pace: Pace | None = None) -> None:
+        """`pace`: learned earlier, to start from."""
+        pace = pace or Pace()
         self._sessions = BoundedDict[Hashable, _Session](max_sessions)
         self._waits = BoundedDict[Hashable, _Wait](max_sessions)
         self._lost = ExpiringHeap[Hashable, _Wait](self._waits)
         """The times from which waiting sessions count as lost."""
-        self._all = _PRIOR_GAPS
-        self._hint_errors = _PRIOR_HINT_ERRORS
-        self._gaps = 0
-        """Gaps learned so far."""
-        self._returned = self._decided = 1.0
-        """Turns whose session returned, and turns of which it is known whether it did; both with
-        fading weight and a prior of one."""
-        self._return_rate = 1.0
+        self._all = pace.gaps
+        self._hint_errors = pace.hint_errors
+        self._gaps = pace.num_gaps
+        self._returned, self._decided = pace.returned, pace.decided
+        self._return_rate = min(1.0, pace.returned / pace.decided)
         """Their ratio, as one value: another thread reads it."""
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    @property
+    def pace(self) -> Pace:
+        """The state of all sessions together, as learned so far. Any thread may ask."""
+        return Pace(self._all, self._hint_errors, self._gaps, self._returned, self._decided)
 
     def on_turn_start(self, key: Hashable, now_s: float) -> None:
         """A turn of the session has arrived."""

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Self
 
 from hetero_connector.artifacts.copies import PeerCopy
@@ -23,6 +24,7 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.arena import Arena
 from hetero_connector.store.base import ChunkCopies, ReadTiming, Save, StoreConfig, Wanted
 from hetero_connector.store.catalog.catalog import Catalog, Snapshot
+from hetero_connector.store.catalog.nodes import ChainPlace, place_of
 from hetero_connector.store.catalog.prefetch_schedule import (
     DEFAULT_COSTS,
     ExpectedReturn,
@@ -48,6 +50,8 @@ logger = logging.getLogger("vllm.heterocache")
 _KEEP_S = 5.0
 """A reset waits so long for the disk: the engine stands still meanwhile."""
 
+_FORGET_AT_ONCE = 64
+"""Chunks that are forgotten while the lock is held: about a millisecond."""
 _kept_arenas: list[Arena] = []
 """Arenas that a transfer which never ended may still touch."""
 
@@ -62,12 +66,15 @@ class ArtifactStore:
         generations: GenerationKeeper,
         io_thread: IoThread | None,
         sharing: Sharing | None,
+        folder: Path | None = None,
     ) -> None:
         self.arena = arena
         """The DRAM tier's memory; offsets in `Save` and `Restore` point into it."""
         self.sharing = sharing
         """For the fleet; None: peers cannot read the DRAM tier, and theirs is not read."""
         self.catalog = catalog
+        self.folder = folder
+        """The model's directory in `ssd_dir`; None without an SSD tier."""
         self._generations = generations
         self.io_thread = io_thread
         """None where nothing but DRAM is read and written."""
@@ -147,7 +154,8 @@ class ArtifactStore:
                     io_thread.start()
             undo.pop_all()
         catalog.publish_gauges()
-        store = cls(arena, catalog, generations, io_thread, sharing)
+        folder = None if directory is None else directory.path
+        store = cls(arena, catalog, generations, io_thread, sharing, folder)
         store._freezer.start()
         return store
 
@@ -291,6 +299,24 @@ class ArtifactStore:
         a bounded number of sessions, of which each `tenant` has its share.
         """
         self.catalog.protect_chain(session, leaves, until_s, tenant, is_served=self._is_served)
+
+    def forget_session(self, session: Hashable, leaves: Sequence[ChunkKey]) -> int:
+        """Forget a session's chunks that no other chain goes through; return their number.
+
+        `leaves`: where its chains may end, the deepest first. Any thread may ask.
+        """
+        forgotten, nodes = 0, self.catalog.end_session(session, leaves)
+        while nodes:
+            count, nodes = self.catalog.forget_up_from(nodes, _FORGET_AT_ONCE)
+            forgotten += count
+        return forgotten
+
+    def place_of(self, leaves: Sequence[ChunkKey], limit: int) -> ChainPlace | None:
+        """Return where the chain up to the first stored leaf is; None if it has more chunks.
+
+        Takes no lock, so it may miss a change that is being made.
+        """
+        return place_of(self.catalog.tiers.index.nodes, leaves, limit)
 
     def decline(self, chunks: Sequence[StoredChunk]) -> None:
         """Evict these chunks first when room is needed: computing them is cheaper than loading.

@@ -158,6 +158,7 @@ class IoThread:
         budget = self._catalog.writes.admission.budget
         if budget is not None:
             self._recorder.set("heterocache_ssd_written_24h_bytes", budget.spent_today_bytes)
+            self._recorder.set("heterocache_ssd_write_budget_bytes", budget.bytes_per_day)
         if self.ssd is not None:
             self.ssd.rows.touch(self.ssd.health.give_up)
 

@@ -101,7 +101,7 @@ def decide(
         replay_tokens=_replay_tokens(layout.model, description),
         deadline_s=settings.load_deadline_s,
     )
-    load = EngineLoad(layerwise=settings.layerwise, parking=settings.parking)
+    load = EngineLoad(hidden_share=float(settings.layerwise), parking=settings.parking)
     return Explanation(
         planner.plan(stored, 0, known - 1, known, load),
         settings,

@@ -58,6 +58,12 @@ class FakeBlockTables:
         """Number of a request's blocks in the prefix cache, by group."""
         self.prefixes: dict[bytes, int] = {}
         """The blocks in the prefix cache, by hash."""
+        self.resets = 0
+
+    def reset_prefix_cache(self) -> bool:
+        self.resets += 1
+        self.prefixes.clear()
+        return True
 
     @property
     def coordinator(self) -> SimpleNamespace:

@@ -18,7 +18,7 @@ from hetero_connector.engine.messages import (
     WorkerReport,
 )
 from hetero_connector.engine.scheduler.cost_learner import CostLearner
-from hetero_connector.metrics import COUNTERS, TIMINGS
+from hetero_connector.metrics import COUNTERS, HISTOGRAMS
 from hetero_connector.planner.compute_model import attention_work
 from hetero_connector.spec import ModelSpec, RestoreRule, StateType
 from hetero_connector.store.base import ReadTiming
@@ -255,7 +255,7 @@ def test_predictions_are_recorded_with_the_observed_values(engine: Engine) -> No
     assert payload["counters"]["heterocache_decisions{choice=load}"] == 1
     for name in ("ttft", "reuse_benefit"):
         for kind in ("predicted", "observed"):
-            (seconds,) = payload[TIMINGS][f"heterocache_{name}_seconds{{kind={kind}}}"]
+            (seconds,) = payload[HISTOGRAMS][f"heterocache_{name}_seconds{{kind={kind}}}"]
             assert isinstance(seconds, float)
 
 
@@ -310,7 +310,7 @@ def test_the_engine_s_load_counts_running_requests(engine: Engine) -> None:
     engine.ask(FakeRequest("c", tokens(200)))
     load = engine.side._engine_load(engine.side._trackers["c"])
     assert (load.queued_tokens, load.running_decodes, load.waiting_tokens) == (50, 1, 0)
-    assert load.layerwise
+    assert load.hidden_share == 1.0
     assert load.in_flight_bytes == {}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hetero_connector.engine.messages import StepMetadata
-from hetero_connector.metrics import TIMINGS
+from hetero_connector.metrics import HISTOGRAMS
 from tests.engine.fakes import DENSE, FakeRequest, scheduled
 from tests.engine.stepped import Engine, tokens
 
@@ -78,7 +78,7 @@ def test_a_token_that_is_not_known_yet_is_never_hashed(engine: Engine) -> None:
 
 def counted(engine: Engine) -> dict[str, list[float]]:
     """Return the timings since the last call."""
-    found: dict[str, list[float]] = (engine.recorder.drain() or {}).get(TIMINGS, {})
+    found: dict[str, list[float]] = (engine.recorder.drain() or {}).get(HISTOGRAMS, {})
     return found
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hetero_connector.metrics import TIMINGS, Payload
+from hetero_connector.metrics import HISTOGRAMS, Payload
 from hetero_connector.planner.decision import RestoreDecision
 from tests.engine.fakes import DENSE, FakeRequest
 from tests.engine.stepped import Engine, tokens
@@ -40,7 +40,7 @@ class Watched:
         payload = payload or self.engine.recorder.drain() or {}
         return {
             name.removeprefix("heterocache_"): values
-            for name, values in payload.get(TIMINGS, {}).items()
+            for name, values in payload.get(HISTOGRAMS, {}).items()
             if "ttft" in name or "benefit" in name
         }
 
@@ -67,6 +67,8 @@ def test_the_observed_benefit_is_the_predicted_one_minus_the_delay(
     assert timings["ttft_seconds{kind=observed}"] == [3.0]
     assert timings["ttft_seconds{kind=predicted}"] == [decision.predicted.ttft_s]
     assert timings["reuse_benefit_seconds{kind=predicted}"] == [decision.reuse_benefit_s]
+    ratio = recorded["histograms"]["heterocache_prediction_ratio{choice=load}"]
+    assert ratio == [3.0 / decision.predicted.ttft_s]
     late_s = 3.0 - decision.predicted.ttft_s
     assert timings["reuse_benefit_seconds{kind=observed}"] == [
         pytest.approx(decision.reuse_benefit_s - late_s)

@@ -10,6 +10,7 @@ import pytest
 
 from examples.checkpoints import write_checkpoint
 from examples.serving import Server, kv_transfer_config
+from hetero_connector import __version__
 from tests.engine.harness import (
     CHECKPOINTS,
     delta,
@@ -97,6 +98,11 @@ def test_a_server_with_an_engine_core_of_its_own(tmp_path: Path) -> None:
     assert value("heterocache_save_seconds_count") >= 1
     assert value("heterocache_capacity_bytes", tier="dram") > 0
     assert value("vllm:external_prefix_cache_hits_total") >= 1376
+    assert value("heterocache_info", version=__version__) == 1
+    assert value("heterocache_prediction_ratio_count", choice="load") == 1
+    for ours, native in (("restored", "load"), ("saved", "store")):
+        moved = value(f"heterocache_{ours}_bytes_total")
+        assert value(f"vllm:kv_offload_{native}_bytes_total") == moved
     sources = {k: v for k, v in metrics.items() if "source" in k and v}
     assert any("host" in k.lower() for k in sources), sources
 

@@ -73,7 +73,8 @@ def test_a_prompt_sent_again_is_restored(tmp_path: Path) -> None:
         server.reset_prefix_cache(external=True)
         until(lambda: stored(server, "dram") == stored(server, "ssd") == 0, deadline_s=20)
     assert sum(status["tiers"][0]["bytes"].values()) > 0
-    assert [x["choice"] for x in status["decisions"]] == ["load"], "nothing was stored before"
+    reasons = [(x["choice"], x["reason"]) for x in status["decisions"]]
+    assert reasons == [("compute", "nothing_stored"), ("load", None)]
     assert status["decisions"][-1]["boundary"] >= 1024
     assert second.tokens == first.tokens
     assert second.cached_tokens is not None

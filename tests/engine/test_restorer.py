@@ -12,7 +12,7 @@ import pytest
 
 from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier, distinct_tiers
 from hetero_connector.engine.scheduler.restorer import without
-from hetero_connector.metrics import COUNTERS, TIMINGS
+from hetero_connector.metrics import COUNTERS, HISTOGRAMS
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Wanted
 from tests.engine.fakes import DENSE, FakeRequest
@@ -140,7 +140,7 @@ def test_waiting_for_pages_does_not_shorten_a_new_restores_deadline(
     restored = answer(engine, request, local=0)
     assert restored == 384 - 64 * len(losing)
     assert reads.begun == len(losing) + 2
-    timings = (engine.recorder.drain() or {})[TIMINGS]
+    timings = (engine.recorder.drain() or {})[HISTOGRAMS]
     assert timings["heterocache_stage_seconds{}"] == [0.0, 0.0]
     engine.side.close()
 
@@ -185,4 +185,4 @@ def test_a_decision_without_a_load_is_recorded_as_computing(
         "heterocache_decisions{choice=compute}",
         "heterocache_actions{action=RECOMPUTE_TAIL}",
     }
-    assert payload[TIMINGS]["heterocache_reuse_benefit_seconds{kind=predicted}"] == [0.0]
+    assert payload[HISTOGRAMS]["heterocache_reuse_benefit_seconds{kind=predicted}"] == [0.0]

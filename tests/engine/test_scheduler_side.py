@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from hetero_connector.artifacts.record import UNNUMBERED, Tier
+from hetero_connector.engine.messages import WorkerReport
 from hetero_connector.spec import StateType
-from tests.engine.fakes import DENSE, HYBRID, FakeRequest, scheduled
+from tests.engine.fakes import DENSE, HYBRID, FakeRequest, layer, scheduled
 from tests.engine.stepped import CHUNK, Engine, in_use, tokens
 from tests.engine.test_media import item
 
@@ -160,6 +161,30 @@ def test_a_load_that_takes_longer_than_a_decode_step_parks_its_request() -> None
     engine.finish(other)
     engine.step()
     assert answer("d") == (192, False)
+    engine.side.close()
+
+
+def test_a_model_whose_layers_call_no_hooks_parks_loads_that_its_forward_cannot_hide() -> None:
+    engine = Engine(replace(DENSE, layers=tuple(layer(x, 0) for x in "abcd")), parking="long")
+    engine.run(FakeRequest("a", tokens(200)))
+    engine.admit(FakeRequest("o", tokens(70, seed=3)))
+    engine.step(o=70)
+    for _ in range(9):
+        engine.costs.load.observe(Tier.DRAM, {KV: 4 * 4096.0}, seconds=0.2)
+        engine.costs.load.observe(Tier.DRAM, {KV: 12 * 4096.0}, seconds=0.6)
+        engine.costs.compute.observe_work(1, 0.0, 0.2)
+        engine.costs.compute.observe_work(200, 0.0, 1.2)
+
+    def answer(name: str) -> tuple[int | None, bool]:
+        return engine.side.match(cast("Any", FakeRequest(name, tokens(400)[:400])), 0)
+
+    assert answer("b") == (192, False)
+    engine.side.on_report(WorkerReport(hidden_share=0.0))
+    assert answer("c") == (192, True)
+    engine.side.on_report(WorkerReport())
+    assert answer("d") == (192, True), "as before"
+    engine.side.on_report(WorkerReport(hidden_share=1.0))
+    assert answer("e") == (192, False)
     engine.side.close()
 
 

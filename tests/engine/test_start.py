@@ -16,13 +16,16 @@ from hetero_connector.artifacts.record import Tier
 from hetero_connector.config import HeteroConfig
 from hetero_connector.engine.startup.geometry import merge_stages, model_spec
 from hetero_connector.engine.startup.heads import DeltaNetHeads, ModelHeads
+from hetero_connector.engine.startup.policies import (
+    checkpoint_policy,
+    first_costs,
+    restore_planner,
+)
 from hetero_connector.engine.startup.rendezvous import WorkerGeometry
 from hetero_connector.engine.startup.start import (
-    _checkpoint_policy,
     _copy_engines,
     _heads,
     _parking,
-    _planner,
     _recovers,
     _store_config,
     _uses_any_tp,
@@ -319,22 +322,22 @@ def costs() -> CostModel:
 
 def test_the_checkpoint_policy_is_the_configured_one() -> None:
     config = HeteroConfig.from_extra_config({"dram_gib": 0.1, "checkpoints": "zero"})
-    assert isinstance(_checkpoint_policy(config, LAYOUT, costs()), Zero)
+    assert isinstance(checkpoint_policy(config, LAYOUT, costs()), Zero)
     config = HeteroConfig.from_extra_config({"dram_gib": 0.1})
-    assert isinstance(_checkpoint_policy(config, LAYOUT, costs()), Adaptive)
+    assert isinstance(checkpoint_policy(config, LAYOUT, costs()), Adaptive)
 
 
 def test_a_model_with_windows_only_keeps_every_checkpoint() -> None:
     windows = ModelSpec((layer("swa", 0, StateType.WINDOW_SWA, window=32),), alignment=16)
     config = HeteroConfig.from_extra_config({"dram_gib": 0.1, "checkpoints": "zero"})
-    assert isinstance(_checkpoint_policy(config, ArtifactLayout(windows, 64), costs()), Full)
+    assert isinstance(checkpoint_policy(config, ArtifactLayout(windows, 64), costs()), Full)
 
 
 def test_the_adaptive_policy_uses_the_planners_learned_speeds(tmp_path: Path) -> None:
     """Slower loads and faster computing make checkpoints rarer."""
     extra = {"dram_gib": 0.1, "ssd_dir": str(tmp_path), "ssd_gib": 0.1}
     learned = costs()
-    policy = _checkpoint_policy(HeteroConfig.from_extra_config(extra), LAYOUT, learned)
+    policy = checkpoint_policy(HeteroConfig.from_extra_config(extra), LAYOUT, learned)
     assert isinstance(policy, Adaptive)
     assert policy.period == 1
     for size_bytes in range(1000, 51_000, 1000):
@@ -357,14 +360,22 @@ def test_the_planner_starts_from_the_profile(tmp_path: Path) -> None:
     CostProfile("measured", subject, coefficients).write(tmp_path / "profile.json")
     extra = {"dram_gib": 0.1, "planner_profile": str(tmp_path / "profile.json")}
     layout = ArtifactLayout(HYBRID, 64)
-    planner = _planner(HeteroConfig.from_extra_config(extra), layout, 2048, None, subject)
+    config = HeteroConfig.from_extra_config(extra)
+    kept = CostProfile("kept", subject, ComputeCoefficients(1.0, 1.0, 1.0))
+    first = first_costs(config, subject, kept)
+    assert first is not None
+    assert first.model == "measured", "the configured profile comes first"
+    planner = restore_planner(config, layout, 2048, None, first)
     assert planner.mode == "cost"
     assert planner.costs.compute.coefficients == pytest.approx(coefficients)
     assert planner.costs.step_tokens == 2048
     assert planner.costs.staging_delay_steps == 1.0
     elsewhere = replace(subject, machine="another")
     with pytest.raises(ConfigError, match=r"planner_profile.*'a machine' there, 'another' here"):
-        _planner(HeteroConfig.from_extra_config(extra), layout, 2048, None, elsewhere)
+        first_costs(config, elsewhere, None)
     (tmp_path / "profile.json").write_text("{")
     with pytest.raises(ConfigError, match=r"planner_profile.*not JSON"):
-        _planner(HeteroConfig.from_extra_config(extra), layout, 2048, None, subject)
+        first_costs(config, subject, kept)
+    unset = HeteroConfig.from_extra_config({"dram_gib": 0.1})
+    assert first_costs(unset, subject, kept) is kept
+    assert first_costs(unset, subject, None) is None

@@ -149,9 +149,10 @@ class SlowPlanner:
             step_s = self._decode_step_s()
             staging_s = max(staging_s, step_s / 2) + step_s / 2
         exposed_s = dram_s = self._seconds(Tier.DRAM, to_pages)
-        if self.load.layerwise:
+        if share := self.load.hidden_share:
             layers = len(self.layout.model.stored_layers)
-            exposed_s = max(dram_s - first_s, 0.0) + dram_s / layers
+            hidden_s = share * dram_s
+            exposed_s = (dram_s - hidden_s) + max(hidden_s - first_s, 0.0) + hidden_s / layers
         held_s = exposed_s + compute_s
         if parked := bool(chunks) and not replay_tokens and self._parks(exposed_s):
             exposed_s, held_s = dram_s + self._decode_step_s() / 2, compute_s

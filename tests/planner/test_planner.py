@@ -86,7 +86,7 @@ loads = st.builds(
     st.sampled_from([0, 0, 100]),
     st.sampled_from([0, 0, 7]),
     st.dictionaries(st.sampled_from(list(Tier)), st.integers(0, 10_000)),
-    st.booleans(),
+    st.sampled_from([0.0, 0.3, 1.0]),
     st.sampled_from([0, 0, 60]),
     st.sampled_from(["never", "long", "always"]),
 )

@@ -363,6 +363,7 @@ def test_two_days_of_sessions_stay_within_capacity_and_budget(
     payload = w.bench.recorder.drain() or {}
     today = payload[GAUGES]["heterocache_ssd_written_24h_bytes{}"]
     assert 0 < today <= a_day * CHUNK_BYTES
+    assert payload[GAUGES]["heterocache_ssd_write_budget_bytes{}"] == a_day * CHUNK_BYTES
     refused = payload[COUNTERS]["heterocache_ssd_writes_refused{state_type=dense_kv}"]
     spilled = payload[COUNTERS]["heterocache_ssd_written_bytes{state_type=dense_kv}"] / SIZES[DENSE]
     assert refused > 3 * spilled, "it was not enough by far"

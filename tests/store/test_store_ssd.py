@@ -83,6 +83,17 @@ def test_saved_restarted_restored(tmp_path: Path, disk: Disk, real_files: bool) 
     store.close()
 
 
+def test_a_start_says_what_it_found(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    store = bench.open()
+    put(store, CHUNKS)
+    tokens = CHUNKS[-1].end
+    with caplog.at_level(logging.INFO):
+        restarted(bench, store).close()
+    found = [r.getMessage() for r in caplog.records if "recovered" in r.getMessage()]
+    assert len(found) == 1
+    assert f"recovered {len(CHUNKS) * len(SIZES)} artifacts, {tokens:,} tokens, " in found[0]
+
+
 def test_write_back_begins_by_itself(bench: Bench) -> None:
     store = bench.open(spill_delay_s=0.01)
     put(store, CHUNKS)

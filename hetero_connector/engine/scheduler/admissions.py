@@ -214,7 +214,10 @@ class Admissions:
             is_replayed = pending is restores[-1] and request_id in self._replays
             if not is_replayed and pending.loads_left <= 0:
                 restores.remove(pending)
-                self._counter.count(pending)
                 pending.handle.release()
+                try:
+                    self._counter.count(pending)
+                except Exception as error:  # the other restores must be released, too
+                    self._errors.count("restore metrics", error)
         if not restores:
             del self.loading[request_id]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from hetero_connector.engine.scheduler.weight_updates import connectors_of
-from hetero_connector.errors import UnsupportedVersionError
+from hetero_connector.errors import CommandError, UnsupportedVersionError
 
 _WAIT = "_process_input_queue"
 _OBSERVED = "heterocache_observes_waits"
@@ -51,6 +51,7 @@ class IdleSteps:
         self._is_due = False
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
+        self._loop: Loop | None = None
 
     @property
     def is_due(self) -> bool:
@@ -59,6 +60,7 @@ class IdleSteps:
 
     def start(self, loop: Loop) -> None:
         """Begin to look for news, and wake this loop for it."""
+        self._loop = loop
         if self._thread is None and not self._closed.is_set():
             run = functools.partial(self._run, loop)
             self._thread = threading.Thread(target=run, name="heterocache-idle", daemon=True)
@@ -75,6 +77,19 @@ class IdleSteps:
         if is_idle and self._has_news() and not loop.is_asleep():
             self._is_due = True
             loop.wake()
+
+    def request_step(self) -> None:
+        """Let the engine step now. Any thread may call this.
+
+        Raises CommandError if its memory is released.
+        """
+        loop = self._loop
+        if loop is None:
+            return  # it steps by itself, inside the caller's process or before its first wait
+        if loop.is_asleep():
+            raise CommandError("the engine sleeps: wake it first (POST /wake_up)")
+        self._is_due = True
+        loop.wake()
 
     def close(self) -> None:
         """End the thread. Does not wait for it."""

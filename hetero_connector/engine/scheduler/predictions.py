@@ -5,36 +5,55 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from hetero_connector.artifacts.record import StoredChunk
+from hetero_connector.engine.scheduler.request_report import NothingRestored, RequestReport
+from hetero_connector.engine.scheduler.requests import PendingRestore, RequestTracker
+from hetero_connector.engine.scheduler.restore_counter import tokens_by_tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.decision import RestoreAction, RestoreDecision
 from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.store.artifact_store import ArtifactStore
 
 RECENT = 256
-"""Decisions that are kept for people to look at."""
+"""Reports that are kept for people to look at."""
 
 
-class Prediction(NamedTuple):
-    """The latest decision for a request that has no first token yet."""
+class Admission(NamedTuple):
+    """A request's admission by vLLM."""
 
-    decided_s: float
-    """Clock time of the first decision: a waiting request may be planned several times."""
+    admitted_s: float
+    """Clock time."""
+    staging_s: float
+    restore: PendingRestore | None
+    reason: NothingRestored | None
+    """None if there is a restore, or if the decision has the reason."""
+
+
+@dataclass(slots=True)
+class Wait:
+    """A request's wait for its first token, with the latest decision."""
+
+    begun_s: float
+    """Clock time of the first decision: a waiting request may be planned several times. Without
+    a decision, of vLLM's first question."""
     num_tokens: int
     """Tokens known at the decision. With one more the request has its first token."""
     local_tokens: int
     """Tokens that were in pages already."""
     stored: Sequence[StoredChunk]
     """Chunks that could have been restored."""
-    decision: RestoreDecision
+    decision: RestoreDecision | None
+    """None if nothing was stored, so that there was nothing to decide."""
+    admission: Admission | None = None
 
     @property
     def choice(self) -> str:
         """The value of the metric's label `choice`."""
-        plan = self.decision.plan
+        plan = self.decision.plan if self.decision else None
         if plan is None:
             return "compute"
         if plan.replay_tokens:
@@ -44,11 +63,18 @@ class Prediction(NamedTuple):
     @property
     def low_utility_chunks(self) -> Sequence[StoredChunk]:
         """Stored chunks after the chosen boundary, if the planner found them of little use."""
-        if RestoreAction.DROP_LOW_UTILITY_ARTIFACT not in self.decision.actions:
+        decision = self.decision
+        if not decision or RestoreAction.DROP_LOW_UTILITY_ARTIFACT not in decision.actions:
             return ()
-        plan = self.decision.plan
-        taken = plan.boundary if plan else self.local_tokens
+        taken = decision.plan.boundary if decision.plan else self.local_tokens
         return self.stored[bisect_right(self.stored, taken, key=_end) :]
+
+    @property
+    def nothing_restored(self) -> NothingRestored | None:
+        """The reason for which nothing was restored; None if it was not admitted."""
+        if self.admission is None or self.decision is None:
+            return self.admission.reason if self.admission else None
+        return self.admission.reason or _reason(self.decision)
 
 
 class Predictions:
@@ -66,79 +92,163 @@ class Predictions:
         self._load = load
         self._store = store
         self._clock = clock
-        self._open: dict[str, Prediction] = {}
-        self._recent = deque[Mapping[str, Any]](maxlen=RECENT)
+        self._recent = deque[RequestReport](maxlen=RECENT)
 
-    def recent(self) -> list[Mapping[str, Any]]:
-        """Return the newest decisions whose first token has come. Any thread may ask."""
+    def recent(self) -> list[RequestReport]:
+        """Return the newest requests whose first token has come. Any thread may ask."""
         return list(self._recent.copy())  # one call that no other thread can interrupt
+
+    def on_asked(self, tracker: RequestTracker) -> None:
+        """Note the time of vLLM's first question for a request."""
+        tracker.asked_s = self._clock()
 
     def on_decision(
         self,
-        request_id: str,
+        tracker: RequestTracker,
         decision: RestoreDecision,
         stored: Sequence[StoredChunk],
         local_tokens: int,
         num_tokens: int,
     ) -> None:
         """Keep the decision for a request of `num_tokens`; `stored` could be restored of it."""
-        earlier = self._open.get(request_id)
-        decided_s = earlier.decided_s if earlier else self._clock()
-        self._open[request_id] = Prediction(decided_s, num_tokens, local_tokens, stored, decision)
+        earlier = tracker.wait
+        begun_s = earlier.begun_s if earlier and earlier.decision else self._clock()
+        tracker.wait = Wait(begun_s, num_tokens, local_tokens, stored, decision)
 
-    def has_open(self, request_id: str) -> bool:
-        """True if the request was planned and has no first token yet."""
-        return request_id in self._open
+    def on_admitted(self, tracker: RequestTracker, restored: bool, *, stopped: bool) -> None:
+        """Note what vLLM admits, before the tracker forgets how it was staged.
 
-    def on_progress(self, request_id: str, num_tokens: int) -> None:
-        """Record the metrics of a request if `num_tokens` include its first token.
+        `stopped`: the connector restores nothing any more.
+        """
+        if tracker.wait is None:
+            begun_s = self._clock() if tracker.report else tracker.asked_s
+            num_tokens = int(tracker.request.num_tokens)
+            tracker.wait = Wait(begun_s, num_tokens, tracker.local_tokens, (), None)
+        staging_s = (tracker.attempts.staged_s or 0.0) if tracker.attempts else 0.0
+        restore = tracker.restore if restored else None
+        reason = None if restore is not None else _reason_at_admission(tracker, stopped)
+        tracker.wait.admission = Admission(self._clock(), staging_s, restore, reason)
+
+    def on_progress(self, tracker: RequestTracker) -> None:
+        """Record the metrics of a request if it has its first token.
 
         The number of computed tokens would come too early: vLLM counts the whole prompt when it
         schedules its last step.
         """
-        prediction = self._open.get(request_id)
-        if prediction is None or num_tokens <= prediction.num_tokens:
+        wait = tracker.wait
+        if wait is None or tracker.request.num_tokens <= wait.num_tokens:
             return
-        del self._open[request_id]
-        took_s, decision = self._clock() - prediction.decided_s, prediction.decision
+        tracker.wait = None
+        now_s = self._clock()
+        if wait.decision is not None:
+            self._record(wait, wait.decision, now_s - wait.begun_s)
+        report = self._report(tracker, wait, now_s)
+        tracker.report = tracker.report or report
+        self._recent.append(report)
+
+    def finish(self, tracker: RequestTracker, finish: str | None) -> RequestReport:
+        """Return the report of a request that has ended, for the reason `finish`."""
+        request, now_s = tracker.request, self._clock()
+        report = tracker.report or self._report(tracker, tracker.wait, None)
+        return report._replace(
+            finished_s=now_s - tracker.asked_s,
+            finish=finish,
+            output_tokens=int(request.num_tokens) - int(request.num_prompt_tokens),
+            preemptions=tracker.preemptions,
+        )
+
+    def _record(self, wait: Wait, decision: RestoreDecision, took_s: float) -> None:
         for tier in decision.declined:
             self._load.fade(tier)
-        if low_utility := prediction.low_utility_chunks:
+        if low_utility := wait.low_utility_chunks:
             self._store.decline(low_utility)
         for action in decision.actions:
             self._recorder.add("heterocache_actions", action=action.value)
-        self._recorder.add("heterocache_decisions", choice=prediction.choice)
+        self._recorder.add("heterocache_decisions", choice=wait.choice)
         predicted_s, benefit_s = decision.predicted.ttft_s, decision.reuse_benefit_s
         self._recorder.observe("heterocache_ttft_seconds", predicted_s, kind="predicted")
         self._recorder.observe("heterocache_ttft_seconds", took_s, kind="observed")
+        if predicted_s > 0:
+            ratio = took_s / predicted_s
+            self._recorder.observe("heterocache_prediction_ratio", ratio, choice=wait.choice)
         late_s = took_s - predicted_s
         self._recorder.observe("heterocache_reuse_benefit_seconds", benefit_s, kind="predicted")
         observed_s = benefit_s - late_s
         self._recorder.observe("heterocache_reuse_benefit_seconds", observed_s, kind="observed")
         if observed_s < 0 < benefit_s:
             self._recorder.add("heterocache_lost_restores")
-        plan = decision.plan
-        self._recent.append(
-            {
-                "request_id": request_id,
-                "time": time.time(),
-                "prompt_tokens": prediction.num_tokens,
-                "local_tokens": prediction.local_tokens,
-                "stored_tokens": prediction.stored[-1].chunk.end if prediction.stored else 0,
-                "choice": prediction.choice,
-                "boundary": plan.boundary if plan else prediction.local_tokens,
-                "replayed_tokens": plan.replay_tokens if plan else 0,
-                "tiers": sorted(tier.value for tier in plan.source_tiers) if plan else [],
-                "is_parked": plan is not None and plan.parked,
-                "predicted_s": predicted_s,
-                "observed_s": took_s,
-                "computing_s": decision.nothing.ttft_s,
-            }
+
+    def _report(
+        self, tracker: RequestTracker, wait: Wait | None, first_token_s: float | None
+    ) -> RequestReport:
+        """`first_token_s`: clock time; None if the request ended before."""
+        asked_s = tracker.asked_s
+        wait = wait or Wait(asked_s, tracker.request.num_tokens, tracker.local_tokens, (), None)
+        admission, decision = wait.admission, wait.decision
+        restore = None if admission is None or tracker.is_lost else admission.restore
+        local_tokens, restored = tracker.local_tokens, dict[str, int]()
+        boundary, reason = local_tokens, NothingRestored.LOAD_LOST if tracker.is_lost else None
+        if restore is not None:
+            local_tokens, restored = restore.local_tokens, tokens_by_tier(restore)
+            boundary = restore.plan.boundary if restore.cut is None else restore.cut
+        elif reason is None:
+            reason = wait.nothing_restored
+        loaded_s = restore.loaded_s if restore is not None else None
+        return RequestReport(
+            request_id=tracker.request.request_id,
+            time=time.time() - (self._clock() - asked_s),
+            session=_session_name(tracker),
+            prompt_tokens=wait.num_tokens,
+            stored_tokens=tracker.stored_tokens,
+            local_tokens=local_tokens,
+            restored_tokens=restored,
+            computed_tokens=wait.num_tokens - local_tokens - sum(restored.values()),
+            replayed_tokens=restore.plan.replay_tokens if restore else 0,
+            boundary=boundary,
+            choice=wait.choice,
+            reason=reason,
+            is_parked=restore is not None and restore.plan.parked,
+            predicted_s=decision.predicted.ttft_s if decision else None,
+            computing_s=decision.nothing.ttft_s if decision else None,
+            observed_s=None if first_token_s is None else first_token_s - wait.begun_s,
+            staging_s=admission.staging_s if admission else 0.0,
+            admitted_s=admission.admitted_s - asked_s if admission else None,
+            loaded_s=None if loaded_s is None else loaded_s - asked_s,
+            first_token_s=None if first_token_s is None else first_token_s - asked_s,
         )
 
-    def forget(self, request_id: str) -> None:
-        """Drop the decision: the request ended before its first token."""
-        self._open.pop(request_id, None)
+
+def _reason_at_admission(tracker: RequestTracker, stopped: bool) -> NothingRestored | None:
+    """Return the reason that only the tracker knows for restoring nothing; None for the others."""
+    if tracker.request.skip_reading_prefix_cache:
+        return NothingRestored.NOT_ASKED_FOR
+    if stopped:
+        return NothingRestored.STOPPED
+    if tracker.restore is not None:
+        return NothingRestored.NOT_ADMITTED
+    if tracker.attempts is not None and tracker.attempts.count:
+        return NothingRestored.UNREADABLE
+    if not tracker.stored_tokens:
+        return NothingRestored.NOTHING_STORED
+    return NothingRestored.IN_ENGINE if tracker.stored_tokens <= tracker.local_tokens else None
+
+
+def _reason(decision: RestoreDecision) -> NothingRestored:
+    """Return the reason for a decision to restore nothing."""
+    strategies = tuple(decision.considered.strategies())
+    if not any(x.resumes_after(decision.considered.local_tokens) for x in strategies):
+        return NothingRestored.NO_BOUNDARY
+    if not decision.by_cost:
+        return NothingRestored.NEVER_LOAD
+    if not any(x.in_time_from(0).any() for x in strategies):
+        return NothingRestored.TOO_LATE
+    return NothingRestored.COMPUTING_IS_FASTER
+
+
+def _session_name(tracker: RequestTracker) -> str | None:
+    if isinstance(tracker.session, bytes):
+        return tracker.session.hex()
+    return None if tracker.session is None else str(tracker.session)
 
 
 def _end(stored: StoredChunk) -> int:

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from hetero_connector.artifacts.canonical import encode
+from hetero_connector.artifacts.chain import ExtraKeys, no_extra_keys
 from hetero_connector.artifacts.identity import locate_model, lora_digest
 from hetero_connector.engine.scheduler.background_thread import BackgroundThread
 from hetero_connector.engine.scheduler.media import (
@@ -300,17 +301,22 @@ def cacheable(request: Request) -> bool:
     return request.pooling_params is None and not request.resumable
 
 
-def extra_keys(request: Request, identity: RequestIdentity) -> Callable[[int, int], bytes]:
-    """Return a function of (start, end): the key, besides tokens, of that range's state."""
+def extra_keys(
+    request: Request, identity: RequestIdentity, clearings: Callable[[str], int] = lambda salt: 0
+) -> ExtraKeys:
+    """Return a function of (start, end): the key, besides tokens, of that range's state.
+
+    `clearings`: how often everything under a salt was cleared (`ClearedSalts.count`).
+    """
     salt, embeds = request.cache_salt, request.prompt_embeds
-    if identity == PLAIN and not salt and embeds is None:
-        return lambda start, end: b""
+    if identity == PLAIN and embeds is None:
+        return salt_keys(salt, clearings)
     overlaps = Overlaps(identity.media)
 
     def keys(start: int, end: int) -> bytes:
         own: list[object] = [["media", *item] for item in overlaps.within(start, end)]
         if salt and start == 0:
-            own.append(["salt", salt])
+            own.append(_salt_key(salt, clearings))
         if embeds is not None and start < len(embeds):
             tokens = request.prompt_is_token_ids
             mask = None if tokens is None else list(tokens[start:end])
@@ -318,3 +324,15 @@ def extra_keys(request: Request, identity: RequestIdentity) -> Callable[[int, in
         return encode([identity.lora, own])
 
     return keys
+
+
+def salt_keys(salt: str | None, clearings: Callable[[str], int]) -> ExtraKeys:
+    """Return the `extra_keys` of a request of token ids alone, with no adapter."""
+    if not salt:
+        return no_extra_keys
+    return lambda start, end: encode([PLAIN.lora, [] if start else [_salt_key(salt, clearings)]])
+
+
+def _salt_key(salt: str, clearings: Callable[[str], int]) -> list[object]:
+    count = clearings(salt)
+    return ["salt", salt, count] if count else ["salt", salt]

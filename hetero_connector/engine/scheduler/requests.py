@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,9 @@ from hetero_connector.store.catalog.restore import Restore
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from hetero_connector.engine.scheduler.predictions import Wait
+    from hetero_connector.engine.scheduler.request_report import RequestReport
+
 
 @dataclass
 class PendingRestore:
@@ -28,6 +31,8 @@ class PendingRestore:
     """Ordered loads that some rank has not reported yet."""
     cut: int | None = None
     """First token to compute, if vLLM admitted fewer tokens than the plan has."""
+    loaded_s: float | None = None
+    """Clock time at which all ranks had loaded it; None before."""
 
     def fits(self, local_tokens: int) -> bool:
         """True if the plan can still be loaded after `local_tokens` in the engine's own cache."""
@@ -72,6 +77,15 @@ class RequestTracker:
     """Leading full chunks that were stored at the last match."""
     local_tokens: int = 0
     """Tokens in the engine's own prefix cache at the last match."""
+    stored_tokens: int = 0
+    """The end of what was stored at the last match."""
+    asked_s: float = 0.0
+    """Clock time of vLLM's first question."""
+    wait: Wait | None = None
+    """Its wait for the first token, kept by `Predictions`."""
+    report: RequestReport | None = None
+    """Made after its first token."""
+    preemptions: int = 0
     reuse: Reuse | None = None
     """The chunks found stored when it was first admitted; None before."""
     missed_chunks: int = 0
@@ -98,9 +112,15 @@ class RequestTracker:
     """True if a reset or new weights came after its admission: its pages must not be saved."""
 
     @classmethod
-    def of(cls, request: Request, hasher: ChainHasher, identity: RequestIdentity) -> RequestTracker:
-        """Return a tracker for the request, with nothing hashed yet."""
-        return cls(request, RequestChain(hasher, extra_keys(request, identity)))
+    def of(
+        cls,
+        request: Request,
+        hasher: ChainHasher,
+        identity: RequestIdentity,
+        clearings: Callable[[str], int] = lambda salt: 0,
+    ) -> RequestTracker:
+        """Return a tracker for the request, with nothing hashed yet. `clearings`: of its salt."""
+        return cls(request, RequestChain(hasher, extra_keys(request, identity, clearings)))
 
     def change_root(self, hasher: ChainHasher) -> None:
         """Name the chain under another root: the pages it has are not saved or handed off."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -16,18 +16,52 @@ from hetero_connector.spec import StateType
 _NEAREST_FIRST = tuple(Tier)
 
 
+class TokenSources:
+    """Counts from where the tokens of admitted requests came, since the start.
+
+    The scheduler's thread counts; any thread may ask.
+    """
+
+    def __init__(self) -> None:
+        self._admitted = self._local = 0
+        self._restored = dict.fromkeys((tier.value for tier in Tier), 0)
+
+    def add_admitted(self, tokens: int, local_tokens: int) -> None:
+        """Count a request that has got its pages, with those of its tokens that were in pages."""
+        self._admitted += tokens
+        self._local += local_tokens
+
+    def add_restored(self, tokens_by_tier: Mapping[str, int]) -> None:
+        """Count a restore whose loads have ended."""
+        for tier, tokens in tokens_by_tier.items():
+            self._restored[tier] += tokens
+
+    def tokens(self) -> dict[str, int]:
+        """Return the tokens by source: the engine's own cache, each tier, and computing."""
+        restored = dict(self._restored)
+        computed = self._admitted - self._local - sum(restored.values())
+        return {"engine_cache": self._local, **restored, "computed": max(0, computed)}
+
+
 class RestoreCounter:
     """Records restores whose loads have ended."""
 
-    def __init__(self, layout: ArtifactLayout, recorder: Recorder) -> None:
+    def __init__(
+        self, layout: ArtifactLayout, recorder: Recorder, clock: Callable[[], float]
+    ) -> None:
+        self.sources = TokenSources()
         self._layout = layout
         self._recorder = recorder
+        self._clock = clock
 
     def count(self, pending: PendingRestore) -> None:
-        """Record one restore, before its artifacts are unpinned."""
+        """Record one restore, and the time of its end."""
+        pending.loaded_s = self._clock()
         local = pending.local_tokens
         plan = _beyond(pending)
-        for tier, tokens in _tokens_by_tier(plan, local).items():
+        by_tier = _tokens_by_tier(plan, local)
+        self.sources.add_restored(by_tier)
+        for tier, tokens in by_tier.items():
             self._recorder.add("heterocache_hit_tokens", tokens, tier=tier)
         self._recorder.add("heterocache_hits")
         if plan.replay_tokens:

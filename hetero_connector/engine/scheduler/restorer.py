@@ -186,9 +186,9 @@ class Restorer:
     ) -> PendingRestore | None:
         """Match and plan, and begin to stage the planned artifacts; None if there is no plan."""
         stored = self._find_stored(tracker, local_tokens, known - 1)
-        request_id = tracker.request.request_id
-        if not stored or stored[-1].chunk.end <= local_tokens:
-            if not self._predictions.has_open(request_id):
+        tracker.stored_tokens = stored[-1].chunk.end if stored else 0
+        if tracker.stored_tokens <= local_tokens:
+            if tracker.wait is None or tracker.wait.decision is None:
                 return None
             stored = []  # evicted since the last plan, or in the engine's own cache by now
         load = self._engine_load(tracker)
@@ -196,7 +196,7 @@ class Restorer:
         decision = self._planner.plan(
             stored, local_tokens, known - 1, known, load, may_replay=may_replay
         )
-        self._predictions.on_decision(request_id, decision, stored, local_tokens, known)
+        self._predictions.on_decision(tracker, decision, stored, local_tokens, known)
         plan = decision.plan
         if plan is None:
             return None

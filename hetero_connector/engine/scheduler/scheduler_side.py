@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from hetero_connector.artifacts.chain import ChainHasher
+from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.hook_errors import HookErrors
@@ -29,16 +29,20 @@ from hetero_connector.engine.scheduler.block_tables import (
     recurrent_states,
 )
 from hetero_connector.engine.scheduler.chain_root import ChainRoot
+from hetero_connector.engine.scheduler.cleared_salts import ClearedSalts
+from hetero_connector.engine.scheduler.commands import Commands
 from hetero_connector.engine.scheduler.cost_learner import CostLearner
 from hetero_connector.engine.scheduler.early_saves import EarlySaves
 from hetero_connector.engine.scheduler.fleet import Fleet
 from hetero_connector.engine.scheduler.idle_steps import IdleSteps
+from hetero_connector.engine.scheduler.learned import LearnedKeeper
 from hetero_connector.engine.scheduler.peer_matcher import PeerMatcher
 from hetero_connector.engine.scheduler.predictions import Predictions
 from hetero_connector.engine.scheduler.replays import Replays, can_hide
 from hetero_connector.engine.scheduler.request_identifier import (
     RequestIdentifier,
     UnidentifiedReason,
+    salt_keys,
 )
 from hetero_connector.engine.scheduler.request_queue import RequestQueue
 from hetero_connector.engine.scheduler.requests import RequestTracker
@@ -49,6 +53,7 @@ from hetero_connector.engine.scheduler.sessions import Mode as PrefetchMode
 from hetero_connector.engine.scheduler.sessions import Sessions
 from hetero_connector.engine.scheduler.status import EngineStatus, MakeProfile
 from hetero_connector.engine.scheduler.status_socket import StatusServer
+from hetero_connector.engine.scheduler.step_calls import StepCalls
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoints import CheckpointPolicy
 from hetero_connector.planner.plan import WindowReplay
@@ -117,7 +122,9 @@ class SchedulerSide:
         self._recorder = recorder
         num_ranks = num_ranks or layout.model.tp_size
         self._is_recurrent = StateType.RECURRENT in layout.model.state_types
-        self._layerwise = layerwise
+        self._hidden_share = float(layerwise)
+        """Share of a load that the forward hides. Until a worker knows its model's layer hooks, all
+        of a layer-wise load."""
         self._parking: Parking = parking
         self.predictions = Predictions(recorder, self.costs.load, store, clock)
         self._peers = PeerMatcher(layout, store, fleet, recorder, clock, load_deadline_s)
@@ -146,18 +153,25 @@ class SchedulerSide:
         self._queue = RequestQueue()
         self._errors = HookErrors(recorder)
         self._replays = Replays(layout.model, policies.window_replay, self._restorer)
+        self._counter = RestoreCounter(layout, recorder, clock)
         self._admissions = Admissions(
             layout,
             self._restorer,
             self._replays,
             self._saver,
-            RestoreCounter(layout, recorder),
+            self._counter,
             self._errors,
             self._table,
             num_ranks,
         )
         self.idle_steps = IdleSteps(self._has_news)
+        self._salts = ClearedSalts.in_folder(store.folder)
+        self._calls = StepCalls(self.idle_steps.request_step)
+        self.commands = Commands(
+            self, store, self._calls, self._sessions.book, self._salts, self._new_chain
+        )
         self._status: StatusServer | None = None
+        self._keeper: LearnedKeeper | None = None
         self._early = EarlySaves(self._saver, recorder, layout.model)
         self._broken = False
         """True once a load has failed on a worker, which loads and saves nothing from then on, or
@@ -213,11 +227,13 @@ class SchedulerSide:
         tracker.admitting = True
         if request.num_computed_tokens == 0:  # else it is a parked load that has ended
             tracker.outdated = self.root.may_be_outdated(tracker.local_tokens)
+            self.predictions.on_admitted(tracker, num_external_tokens > 0, stopped=self._broken)
         assert self._kv_cache_manager is not None
         self._admissions.admit(tracker, num_external_tokens, self._kv_cache_manager)
         self._peers.forget(tracker)
         if not self._admissions.is_parked(request.request_id):
             self._queue.on_admitted(tracker)
+            self._counter.sources.add_admitted(int(request.num_tokens), tracker.local_tokens)
         if self._events is not None:
             self._events.on_admitted(tracker)
 
@@ -239,6 +255,7 @@ class SchedulerSide:
             self.root.adopt_fleet_reset()
         except Exception as error:  # the loads that vLLM counts on are ordered already
             self._errors.count("build_connector_meta", error)
+        self._calls.run()  # the loads are ordered: a command cannot drop what vLLM counts on
         self._yield_if_idle(output, meta)
         return meta
 
@@ -246,8 +263,9 @@ class SchedulerSide:
         meta.early_saves = self._early.take(output)
         self._queue.on_step(self._trackers, output.num_scheduled_tokens)
         for request_id in output.preempted_req_ids or ():
-            if request_id in self._trackers:
-                self._queue.enqueue(self._trackers[request_id])
+            if (tracker := self._trackers.get(request_id)) is not None:
+                tracker.preemptions += 1
+                self._queue.enqueue(tracker)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             try:
                 with self._saver.all_or_none():
@@ -266,6 +284,8 @@ class SchedulerSide:
             self._saver.on_report(save_id, ranks, copied=False)
         for load_id, ranks in report.loaded.items():
             self._admissions.on_loaded(load_id, ranks)
+        if report.hidden_share is not None:
+            self._hidden_share = report.hidden_share
         self._learner.on_report(report)
 
     def on_invalid_blocks(self) -> None:
@@ -292,13 +312,13 @@ class SchedulerSide:
         if tracker is None:
             return 0
         self._queue.remove(request.request_id)
-        self.predictions.on_progress(request.request_id, request.num_tokens)
-        self.predictions.forget(request.request_id)
+        self.predictions.on_progress(tracker)
         self._admissions.forget(tracker)
         # Without a step since its admission, a load may still fill its pages: this connector's, or
         # that of another one in a MultiConnector.
         has_wrong_pages = tracker.admitting or tracker.outdated or self._broken
-        if not (has_wrong_pages or self.identifier.uses_distrusted_name(request)):
+        is_draining = self.commands.is_draining
+        if not (has_wrong_pages or is_draining or self.identifier.uses_distrusted_name(request)):
             try:
                 with self._saver.all_or_none():
                     saves = self._saver.save_end(tracker, request.num_computed_tokens, block_ids)
@@ -313,11 +333,21 @@ class SchedulerSide:
         """Forget everything stored. Returns False in the case that `Store.reset` does."""
         return self.root.reset()
 
+    def reset_pages(self) -> bool:
+        """Empty vLLM's own prefix cache; False while requests hold its pages."""
+        manager = self._kv_cache_manager
+        return manager is not None and bool(manager.reset_prefix_cache())
+
+    def on_salt_cleared(self, salt: str) -> None:
+        """Name the chains of this salt's running requests anew; their pages are not saved."""
+        trackers = [x for x in self._trackers.values() if x.request.cache_salt == salt]
+        self._change_root(trackers, self.root.hasher)
+
     @property
     def has_work(self) -> bool:
         """True while the engine must step: a worker's report is to arrive, or news to leave."""
         has_backlog = self._events is not None and self._events.has_backlog
-        is_due = self.idle_steps.is_due or has_backlog
+        is_due = self.idle_steps.is_due or has_backlog or self._calls.has_any
         return self._saver.awaits_reports or bool(self._early) or is_due
 
     def serve_status(self, path: Path, about: Mapping[str, Any], profile: MakeProfile) -> None:
@@ -325,11 +355,17 @@ class SchedulerSide:
 
         An engine that cannot open it serves all the same.
         """
-        status = EngineStatus(about, self.store, self.predictions, profile)
+        status = EngineStatus(
+            about, self.store, self.predictions, profile, self._sessions.book, self._counter.sources
+        )
         try:
-            self._status = StatusServer(path, {"status": status})
+            self._status = StatusServer(path, status.answers(), self.commands.by_name())
         except OSError as error:
             logger.warning("no status socket at %s: %s", path, error)
+
+    def keep_learned(self, keeper: LearnedKeeper) -> None:
+        """Let `keeper` keep what is learned, until `close`."""
+        self._keeper = keeper
 
     def close(self) -> None:
         """Leave the fleet, write sealed artifacts to SSD and release the tiers. Idempotent.
@@ -339,21 +375,31 @@ class SchedulerSide:
         """
         self._broken = True
         self.idle_steps.close()
+        self._calls.close()
         if self._status is not None:
             self._status.close()
+        if self._keeper is not None:
+            self._keeper.close()
         self.identifier.close()
         self._peers.close()
         self.store.close()
 
     def _on_new_root(self, hasher: ChainHasher) -> None:
         """Drop everything about running requests that belongs to the old root of the chains."""
-        for tracker in self._trackers.values():
+        self._change_root(self._trackers.values(), hasher)
+        if self._events is not None:
+            self._events.on_new_root(None if self._broken else hasher.root)
+
+    def _change_root(self, trackers: Collection[RequestTracker], hasher: ChainHasher) -> None:
+        for tracker in trackers:
             self._restorer.forget(tracker)
             self._saver.forget(tracker)
             tracker.change_root(hasher)
-        if self._events is not None:
-            self._events.on_new_root(None if self._broken else hasher.root)
-        self._queue.requeue_waiting(self._trackers.values())
+        self._queue.requeue_waiting(trackers)
+
+    def _new_chain(self, salt: str | None) -> RequestChain:
+        """Return the empty chain of a prompt that is token ids alone. Any thread may ask."""
+        return RequestChain(self.root.hasher, salt_keys(salt, self._salts.count))
 
     def _has_outdated_requests(self) -> bool:
         return any(tracker.outdated for tracker in self._trackers.values())
@@ -380,7 +426,8 @@ class SchedulerSide:
         """Return the tracked work that the engine has before the request `new`."""
         queued, decodes, waiting = self._queue.work_ahead_of(new)
         reading = self.store.reading_bytes
-        return EngineLoad(queued, decodes, reading, self._layerwise, waiting, self._parking)
+        share = self._hidden_share
+        return EngineLoad(queued, decodes, reading, share, waiting, self._parking)
 
     def _loads_the_same(self, tracker: RequestTracker) -> bool:
         """True while a parked request loads all that this one would.
@@ -399,8 +446,9 @@ class SchedulerSide:
         identity = self.identifier.identify(request)
         if isinstance(identity, UnidentifiedReason):
             return identity
-        tracker = RequestTracker.of(request, self.root.hasher, identity)
+        tracker = RequestTracker.of(request, self.root.hasher, identity, self._salts.count)
         self._trackers[request.request_id] = tracker
+        self.predictions.on_asked(tracker)
         self._queue.enqueue(tracker)
         return tracker
 
@@ -410,10 +458,11 @@ class SchedulerSide:
         tracker = self._trackers.get(request_id)
         if tracker is None:
             return
-        self.predictions.on_progress(request_id, tracker.request.num_tokens)
+        self.predictions.on_progress(tracker)
         if (
             tracker.outdated
             or self._broken
+            or self.commands.is_draining
             or self.identifier.uses_distrusted_name(tracker.request)
         ):
             return

@@ -11,7 +11,7 @@ import vllm
 from vllm.config.cache import CacheDType
 from vllm.platforms import current_platform
 
-from hetero_connector import machine
+from hetero_connector import __version__, machine
 from hetero_connector.artifacts.identity import (
     Fingerprint,
     canonical_config,
@@ -24,6 +24,7 @@ from hetero_connector.artifacts.tensor_parallel import whole_model
 from hetero_connector.engine.startup.rendezvous import WorkerGeometry
 from hetero_connector.engine.startup.rounding import SHARED
 from hetero_connector.errors import UnsupportedModelError
+from hetero_connector.metrics import Recorder
 from hetero_connector.planner.profile import ProfileSubject
 
 if TYPE_CHECKING:
@@ -72,6 +73,21 @@ def fingerprint(
         chunk_tokens=chunk_tokens,
         extras=tuple(sorted(_extras(config, geometry, source.path, any_tp=any_tp).items())),
         model_name=model.model,
+    )
+
+
+def record_info(identity: Fingerprint, recorder: Recorder) -> None:
+    """Record the versions, the model and the layout, for queries that join them."""
+    recorder.set(
+        "heterocache_info",
+        1,
+        version=__version__,
+        vllm=identity.engine_version,
+        fingerprint=identity.hex[:16],
+        format=str(identity.format_version),
+        layout=identity.layout,
+        chunk_tokens=str(identity.chunk_tokens),
+        tp_size=str(identity.model_spec.tp_size),
     )
 
 

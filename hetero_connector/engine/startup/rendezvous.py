@@ -160,12 +160,25 @@ def status_path(engine: str) -> Path:
     for path, namespace, pid in _status_paths():
         if namespace == _pid_namespace() and not _is_alive(pid):
             path.unlink(missing_ok=True)
-    return _directory() / f"{engine}.{_pid_namespace()}.{os.getpid()}.status"
+    name = f"{engine}.{os.getppid()}.{_pid_namespace()}.{os.getpid()}.status"
+    return _directory() / name
 
 
 def status_paths() -> list[Path]:
     """Return the status sockets of this user's engines; some may be of engines that were killed."""
     return [path for path, _, _ in _status_paths()]
+
+
+def sockets_of_server(engine_id: str, launcher: int | None) -> list[Path]:
+    """Return the status sockets of the engines of one server on this host.
+
+    `engine_id`: the server's, to which engines append their data-parallel rank. Two servers may
+    have been given the same one; `launcher` tells them apart: the process that started the server's
+    engines, in this PID namespace. None: it did not start them itself.
+    """
+    end = r".+" if launcher is None else rf".+\.{launcher}\.{_pid_namespace()}\.\d+"
+    name = re.compile(rf"{re.escape(engine_id)}(_dp\d+)?\.{end}\.status")
+    return [path for path in status_paths() if name.fullmatch(path.name)]
 
 
 def _status_paths() -> Iterator[tuple[Path, str, str]]:

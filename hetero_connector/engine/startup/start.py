@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ from hetero_connector.config_values import without_password
 from hetero_connector.engine.scheduler import idle_steps, weight_updates
 from hetero_connector.engine.scheduler.block_events import BlockEvents, EventGroup
 from hetero_connector.engine.scheduler.fleet import Fleet
+from hetero_connector.engine.scheduler.learned import LearnedKeeper, recall
 from hetero_connector.engine.scheduler.media import media_ids
 from hetero_connector.engine.scheduler.request_identifier import RequestIdentifier
 from hetero_connector.engine.scheduler.scheduler_side import Policies, SchedulerSide
@@ -28,25 +30,22 @@ from hetero_connector.engine.startup import engine_identity, rendezvous, replay_
 from hetero_connector.engine.startup.dram_tier import bytes_of_prompt, tokens_in, with_dram
 from hetero_connector.engine.startup.geometry import merge_stages, model_spec
 from hetero_connector.engine.startup.heads import ModelHeads, equal_on_all_ranks
+from hetero_connector.engine.startup.policies import (
+    checkpoint_policy,
+    first_costs,
+    learned,
+    learned_path,
+    restore_planner,
+)
 from hetero_connector.engine.startup.rendezvous import WorkerGeometry
 from hetero_connector.engine.startup.rounding import rounding
 from hetero_connector.engine.worker.worker_side import WorkerSide
 from hetero_connector.errors import ConfigError
 from hetero_connector.metrics import Recorder
-from hetero_connector.planner.checkpoints import (
-    CheckpointPolicy,
-    CheckpointRates,
-    CheckpointSizes,
-    Full,
-    policy_named,
-)
-from hetero_connector.planner.compute_model import ComputeRegression
-from hetero_connector.planner.cost_model import CostModel
-from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.plan import WindowReplay
-from hetero_connector.planner.planner import EngineSettings, RestorePlanner
+from hetero_connector.planner.planner import EngineSettings
 from hetero_connector.planner.pricing import Parking
-from hetero_connector.planner.profile import CopyEngines, CostProfile, ProfileSubject
+from hetero_connector.planner.profile import CopyEngines, CostProfile
 from hetero_connector.planner.sessions import ThinkTimes
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.artifact_store import ArtifactStore
@@ -58,7 +57,7 @@ from hetero_connector.store.catalog.write_budget import burst_bytes
 from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.store.ssd.journal_format import REPLAY_EXACT, WINDOW_REPLAY
 from hetero_connector.transfer.nixl_peers import NixlPeers
-from hetero_connector.units import GIB
+from hetero_connector.units import GIB, size_text
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -69,9 +68,6 @@ logger = logging.getLogger("vllm.heterocache")
 _PEER_SHARE = 5
 """A peer, an adapter or a media item may take a fifth of a restore's deadline, so that time is left
 to read or compute otherwise."""
-_STAGING_DELAY_STEPS = 1.0
-"""More than half a step: the step in which staging begins is longer than others, and the engine
-works between steps, too (docs/decisions/0046-planner-terms-that-pay.md)."""
 _THIS_HOST = (None, "", "localhost", "127.0.0.1", "::1")
 
 
@@ -150,8 +146,7 @@ def open_scheduler_side(
     engine = rendezvous.engine_name(vllm_config)
     workers = rendezvous.collect_geometries(engine, parallel.world_size)
     geometry = _whole_geometry(workers)
-    reason = engine_identity.unsupported_reason(geometry)
-    if reason is not None:
+    if (reason := engine_identity.unsupported_reason(geometry)) is not None:
         logger.warning("HeteroConnector stores nothing for this model: %s", reason)
         return None
     chunk_tokens = _chunk_tokens(config, geometry.model)
@@ -164,12 +159,24 @@ def open_scheduler_side(
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     settings = _settings(config, geometry, step_tokens, microbatches=parallel.use_ubatching)
     subject = engine_identity.profile_subject(vllm_config)
-    planner = _planner(config, layout, step_tokens, window_replay, subject)
-    think_times = ThinkTimes()
+    store_config = _store_config(
+        config, vllm_config, shared=any(w.pid != os.getpid() for w in workers)
+    )
+    learned_file = learned_path(store_config, identity.digest)
+    kept = None if learned_file is None else recall(learned_file, subject)
+    profile = first_costs(config, subject, kept)
+    planner = restore_planner(config, layout, step_tokens, window_replay, profile)
+    policies = Policies(
+        planner,
+        checkpoint_policy(config, layout, planner.costs, kept),
+        window_replay,
+        ThinkTimes(pace=None if kept is None else kept.pace),
+        "off" if config.planner == "never_load" else config.prefetch,
+    )
     fleet = _join(config, vllm_config, recorder)
     store = ArtifactStore.open(
         layout.max_bytes,
-        _store_config(config, vllm_config, shared=any(w.pid != os.getpid() for w in workers)),
+        store_config,
         recorder,
         fingerprint=identity.digest,
         description=identity.describe()
@@ -181,7 +188,7 @@ def open_scheduler_side(
             lambda artifact: planner.costs.load.artifact_seconds(
                 Tier.SSD, artifact.state_type, artifact.size_bytes
             ),
-            think_times.return_probability,
+            policies.think_times.return_probability,
         ),
         peers=None if fleet is None else _peer_access(fleet, config),
         size_of=layout.artifact_bytes,
@@ -189,6 +196,7 @@ def open_scheduler_side(
     if fleet is not None:
         assert store.sharing is not None
         fleet.start(store.sharing)
+    engine_identity.record_info(identity, recorder)
     logger.info("HeteroConnector: %s", _summary(layout, config))
     for warning in _warnings(layout, config, vllm_config.model_config.max_model_len):
         logger.warning("HeteroConnector: %s", warning)
@@ -200,13 +208,7 @@ def open_scheduler_side(
         hasher,
         store,
         recorder,
-        Policies(
-            planner,
-            _checkpoint_policy(config, layout, planner.costs),
-            window_replay,
-            think_times,
-            "off" if config.planner == "never_load" else config.prefetch,
-        ),
+        policies,
         layerwise=settings.layerwise,
         parking=settings.parking,
         load_deadline_s=config.load_deadline_s,
@@ -222,9 +224,12 @@ def open_scheduler_side(
     name = str(vllm_config.model_config.model)
     side.serve_status(
         rendezvous.status_path(engine),
-        _about(name, engine, layout, identity.digest, config),
+        _about(name, engine, layout, identity.digest, config)
+        | {"costs_from": "a guess" if profile is None else profile.origin},
         lambda: CostProfile.of(planner.costs, name, subject),
     )
+    if learned_file is not None:
+        side.keep_learned(LearnedKeeper(learned_file, partial(learned, policies, name, subject)))
     return side
 
 
@@ -306,29 +311,6 @@ def _peer_access(fleet: Fleet, config: HeteroConfig) -> PeerAccess:
     )
 
 
-def _planner(
-    config: HeteroConfig,
-    layout: ArtifactLayout,
-    step_tokens: int,
-    window_replay: WindowReplay | None,
-    subject: ProfileSubject,
-) -> RestorePlanner:
-    types = layout.model.state_types
-    if config.planner_profile is None:
-        costs = CostModel(ComputeRegression(), LoadModel(types), step_tokens=step_tokens)
-    else:
-        profile = CostProfile.read(config.planner_profile, subject)
-        costs = profile.cost_model(types, step_tokens=step_tokens)
-    costs.staging_delay_steps = _STAGING_DELAY_STEPS
-    return RestorePlanner(
-        layout,
-        costs,
-        config.planner,
-        replay_tokens=window_replay.tokens if window_replay else 0,
-        deadline_s=config.load_deadline_s,
-    )
-
-
 def _settings(
     config: HeteroConfig, geometry: WorkerGeometry, step_tokens: int, *, microbatches: bool
 ) -> EngineSettings:
@@ -347,21 +329,6 @@ def _parking(geometry: WorkerGeometry) -> Parking:
         # step that computes the request.
         return "always"
     return "never" if geometry.device == "cpu" else "long"
-
-
-def _checkpoint_policy(
-    config: HeteroConfig, layout: ArtifactLayout, costs: CostModel
-) -> CheckpointPolicy:
-    if not layout.model.prefix_types:
-        # Only checkpoints link the chunks of such a model: a boundary without one would cut the
-        # chain.
-        return Full()
-    has_ssd = config.ssd_dir is not None
-    return policy_named(
-        config.checkpoints,
-        CheckpointSizes.of(layout),
-        lambda: CheckpointRates.learned(costs, has_ssd=has_ssd),
-    )
 
 
 def _chunk_tokens(config: HeteroConfig, model: ModelSpec) -> int:
@@ -496,5 +463,6 @@ def _summary(layout: ArtifactLayout, config: HeteroConfig) -> str:
     tokens = tokens_in(layout, config.dram_bytes)
     tiers = f"DRAM {config.dram_gib:.4g} GiB, which hold up to {tokens:,} tokens"
     if config.ssd_dir is not None:
-        tiers += f", SSD {config.ssd_dir}"
-    return f"chunks of {layout.chunk_tokens} tokens: {types}; {tiers}"
+        tiers += f", SSD {size_text(config.ssd_bytes)} in {config.ssd_dir}"
+    versions = f"{__version__} on vLLM {engine_identity.engine_version()}"
+    return f"{versions}; chunks of {layout.chunk_tokens} tokens: {types}; {tiers}"

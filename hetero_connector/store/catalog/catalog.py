@@ -25,17 +25,25 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from hetero_connector.artifacts.copies import ExportChange, PeerCopy
 from hetero_connector.artifacts.generation import Generation
-from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, StoredChunk, Tier
+from hetero_connector.artifacts.record import (
+    ArtifactId,
+    ChunkKey,
+    ChunkRange,
+    StoredChunk,
+    Tier,
+)
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import ChunkCopies, Failure, Save, StoreConfig, Wanted
 from hetero_connector.store.catalog.chain_users import ChainUsers
 from hetero_connector.store.catalog.exports import as_it_stands, sealed_copies
+from hetero_connector.store.catalog.forgetting import forget_up_from
 from hetero_connector.store.catalog.hit_samples import ONE_IN, HitSamples
 from hetero_connector.store.catalog.loads import Load, Loads, Source
-from hetero_connector.store.catalog.nodes import Artifact
+from hetero_connector.store.catalog.nodes import Artifact, Node
 from hetero_connector.store.catalog.prefetch import Prefetcher
 from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
+from hetero_connector.store.catalog.regrets import Regrets
 from hetero_connector.store.catalog.replicas import Replicas
 from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.catalog.tick_times import TickTimes
@@ -142,7 +150,9 @@ class Catalog:
         """Artifacts that were served from DRAM and are to be checked."""
         self.write_again_s = math.inf
         """The clock when a pause of writing ends; infinite without one, or if it is not known."""
+        self.regrets = Regrets(clock, recorder)
         tiers.on_forgotten = self._on_forgotten
+        tiers.on_evicted = self.regrets.on_evicted
         self._lock = threading.Condition()
         self._recorder = recorder
         self._used: dict[Artifact, None] = {}
@@ -238,6 +248,7 @@ class Catalog:
             if not artifact.forgotten:
                 artifact.last_used = now
                 self.tiers.index.seal(artifact)
+                self.regrets.on_saved(artifact)
                 self._recorder.add(
                     "heterocache_saved_bytes",
                     artifact.size_bytes,
@@ -322,6 +333,18 @@ class Catalog:
             self.users.remove(session)
         else:
             self.users.add(session, node, until_s, tenant)
+
+    @_locked
+    def end_session(self, session: Hashable, leaves: Iterable[ChunkKey]) -> Sequence[Node]:
+        """Let the session use and expect nothing; return those of `leaves` that are known."""
+        self.users.remove(session)
+        self.prefetcher.schedule.cancel(session)
+        return list(filter(None, map(self.tiers.index.nodes.get, leaves)))
+
+    @_locked
+    def forget_up_from(self, nodes: Sequence[Node], limit: int) -> tuple[int, Sequence[Node]]:
+        """Forget up to `limit` chunks that nothing else needs; see `forgetting`."""
+        return forget_up_from(self.tiers, self.loads, nodes, limit)
 
     @_locked
     def demote(self, chunks: Sequence[StoredChunk]) -> None:

@@ -6,8 +6,9 @@ not configured, and every object that may refer to others is one more for the ga
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 from hetero_connector.artifacts.record import (
     ArtifactId,
@@ -17,7 +18,7 @@ from hetero_connector.artifacts.record import (
     StoredChunk,
     Tier,
 )
-from hetero_connector.spec.state_types import StateType
+from hetero_connector.spec.state_types import Family, StateType
 
 _COUNT_BITS = 32
 ONE = {kind: 1 << _COUNT_BITS * kind.position for kind in StateType}
@@ -151,6 +152,39 @@ class Node:
             self.counts_dram += change
         else:
             self.counts_ssd += change
+
+
+class ChainPlace(NamedTuple):
+    """The tiers that have the state of a chain."""
+
+    end: int
+    """Tokens up to the last stored chunk."""
+    chunks: int
+    by_tier: Mapping[Tier, int]
+    """Chunks by the slowest tier that is needed for their prefix-proportional state."""
+
+
+def place_of(
+    nodes: Mapping[ChunkKey, Node], leaves: Sequence[ChunkKey], limit: int
+) -> ChainPlace | None:
+    """Return the place of the chain up to the first leaf that is stored, nowhere without one.
+
+    None if it has more than `limit` chunks.
+    """
+    node = next((x for x in map(nodes.get, leaves) if x is not None and x.stored is not None), None)
+    end = node.chunk.end if node is not None else 0
+    by_tier = {Tier.DRAM: 0, Tier.SSD: 0}
+    chunks = 0
+    while node is not None and node.parent is not None:
+        chunks += 1
+        if chunks > limit:
+            return None
+        if (stored := node.stored) is not None:
+            prefix = [tier for kind, tier in stored.tiers.items() if kind.family is Family.PREFIX]
+            tiers = prefix or stored.tiers.values()
+            by_tier[Tier.SSD if Tier.SSD in tiers else Tier.DRAM] += 1
+        node = node.parent
+    return ChainPlace(end, chunks, by_tier)
 
 
 def check_node(node: Node, children: Iterable[Node]) -> None:

@@ -78,6 +78,8 @@ class Tiers:
         """Artifacts that have left the SSD. The journal must forget them before a write begins."""
         self.on_forgotten: Callable[[Artifact], None] = lambda artifact: None
         """Called with each artifact that leaves the index."""
+        self.on_evicted: Callable[[Artifact, Tier], None] = lambda artifact, tier: None
+        """Called with each artifact whose last copy is evicted from a tier."""
         self.journal_stale = False
         """True after `clear`: the whole journal must be cleared."""
         self.seconds_saved = seconds_saved
@@ -208,6 +210,7 @@ class Tiers:
                 for tier in (Tier.DRAM, Tier.SSD):
                     if artifact.slot(tier) is not None:
                         self._count_eviction(tier, artifact.state_type)
+                        self.on_evicted(artifact, tier)
                 self.forget(artifact)
             node = node.parent
 
@@ -416,6 +419,7 @@ class Tiers:
         self._count_eviction(tier, victim.state_type)
         self.drop(victim, tier)
         if victim.forgotten:
+            self.on_evicted(victim, tier)
             self.forget_remains(victim.node)
 
     def _count_eviction(self, tier: Tier, state_type: StateType) -> None:

@@ -31,6 +31,7 @@ class WriteBudget:
         self, bytes_per_day: int, clock: Callable[[], float], wall: Callable[[], float]
     ) -> None:
         """Starts full. `clock`: monotonic seconds. `wall`: Unix time, to count across restarts."""
+        self.bytes_per_day = bytes_per_day
         self.burst_bytes = burst_bytes(bytes_per_day)
         self._rate = (1 - _BURST) * bytes_per_day / DAY_S
         self._clock = clock

@@ -4,6 +4,7 @@
     ssd_dir/<fingerprint, 16 hex>/lock  held by the engine that uses it
                                  /journal.sqlite
                                  /generation       which resets it has seen
+                                 /learned.json     what its engines have learned
                                  /slots.slab
 
 The slab file is preallocated: its slots never move and a write to it never runs out of disk. It is

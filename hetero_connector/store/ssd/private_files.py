@@ -22,6 +22,34 @@ def create_private(path: Path) -> None:
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | PRIVATE_FLAGS, PRIVATE_MODE))
 
 
+def read_private(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a regular file. OSError if it is none, a link, or larger."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | PRIVATE_FLAGS)
+    with open(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        if found.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes")
+        return file.read(max_bytes)
+
+
+def replace_private(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all, also at a power cut, in place of the last one.
+
+    The file `<path>.new` is used for it. Raises OSError.
+    """
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)
+    with open(
+        os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | PRIVATE_FLAGS, PRIVATE_MODE), "wb"
+    ) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
 def make_private(directory: Path, is_ours: Callable[[str], object]) -> int | None:
     """Take the rights of other users from `directory` and from its files that are ours, by name.
 

@@ -28,6 +28,8 @@ LOCK_NAME = "lock"
 OPENING_LOCK_NAME = ".lock"
 """The lock of an ssd_dir itself, held while an engine opens a directory in it."""
 SLAB_NAME = "slots.slab"
+LEARNED_NAME = "learned.json"
+"""The profile of what the directory's engines have learned."""
 _READERS_WAIT_S = 2.0
 """Peers that adopt from a directory release its lock after an artifact when an engine starts."""
 _FULL = 7 / 8
@@ -37,7 +39,8 @@ _FORMER_SLABS = "|".join(re.escape(f"{t.value}.slab") for t in StateType)
 """The files of releases that had one for each state type."""
 _OURS = re.compile(
     r"lock|generation(\.new)?|journal\.sqlite(-wal|-shm)?|journal\.corrupt-.*|"
-    rf"{re.escape(SLAB_NAME)}|{_FORMER_SLABS}"
+    rf"{re.escape(SLAB_NAME)}|{re.escape(LEARNED_NAME)}(\.new)?|{_FORMER_SLABS}|"
+    r"cleared-salts\.(json|partial)"
 )
 _SQLITE_MAGIC = b"SQLite format 3\0"
 

@@ -17,6 +17,7 @@ from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.journal_format import RowValues
 from hetero_connector.transfer.base import FileTransfer
 from hetero_connector.transfer.choose import choose_file_transfer
+from hetero_connector.units import size_text
 
 logger = logging.getLogger("vllm.heterocache")
 
@@ -65,8 +66,21 @@ def adopt_journal(directory: SsdDirectory, tiers: Tiers) -> None:
     with frozen_load(journal.count()):
         dropped = adopt_rows(journal.load_values(), tiers)
     if dropped:
-        logger.info("SSD tier %s: %d impossible artifacts dropped", directory.path, len(dropped))
         journal.forget(dropped)
+    logger.info("SSD tier %s: %s", directory.path, _found(tiers, len(dropped)))
+
+
+def _found(tiers: Tiers, num_dropped: int) -> str:
+    """Say what was recovered, and what of the journal could not be."""
+    (occupancy,) = (x for x in tiers.occupancy() if x.tier is Tier.SSD)
+    artifacts = sum(occupancy.artifacts.values())
+    chunks = (node.chunk for node in tiers.index.nodes.values() if node.artifacts)
+    tokens = sum(chunk.end - chunk.start for chunk in chunks)
+    size = size_text(sum(occupancy.bytes.values()))
+    dropped = f"; {num_dropped:,} that contradict others were dropped" if num_dropped else ""
+    if not artifacts:
+        return f"nothing is stored yet{dropped}"
+    return f"recovered {artifacts:,} artifacts, {tokens:,} tokens, {size}{dropped}"
 
 
 def adopt_rows(rows: Iterable[RowValues], tiers: Tiers) -> list[ArtifactId]:

@@ -1,0 +1,298 @@
+"""Tables of benchmark results, with the goals that they met or missed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from made import NOTE, ROOT, table
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One file of `benchmarks/results`."""
+
+    path: Path
+    benchmark: str
+    date: str
+    machine: str
+    """CPU model, without cores and load."""
+    cores_and_load: str
+    figures: Mapping[str, Any]
+    details: Mapping[str, Any]
+
+    @property
+    def link(self) -> str:
+        """Return a link to the text file from a page one folder below `docs`."""
+        name = self.path.with_suffix(".txt").name
+        return f"[{self.date}](../../benchmarks/results/{name})"
+
+
+_STEM = re.compile(r"(?P<benchmark>.+?)-(?P<date>\d{4}-\d\d-\d\d)(-[\w-]+)?")
+
+
+def results(benchmark: str) -> list[Result]:
+    """Return the newest result of this benchmark for each machine, newest first."""
+    found: dict[str, Result] = {}
+    for path in sorted(RESULTS.glob("*.json"), reverse=True):
+        name = _STEM.fullmatch(path.stem)
+        if name is None or name["benchmark"] != benchmark:
+            continue
+        document = json.loads(path.read_text())
+        if set(document) < {"figures", "machine"}:
+            continue
+        machine, _, rest = document["machine"].partition(", ")
+        machine = machine.replace("(R)", "").replace(" Processor @ ", " ")
+        if "zen3" in path.stem:
+            machine += " without AVX-512"
+        rest = rest.partition(";")[0]
+        figures, details = document["figures"], document.get("details", {})
+        result = Result(path, benchmark, name["date"], machine, rest, figures, details)
+        found.setdefault(machine, result)
+    return sorted(found.values(), key=lambda x: (x.date, x.path.name), reverse=True)
+
+
+_TTFT_ROWS = {
+    "dense-bench": ("dense, float32", 8096),
+    "dense-bench-bf16": ("dense, bfloat16", 8096),
+    "gemma3": ("Gemma type (windows)", 8096),
+    "deepseek_v4": ("DeepSeek-V4 type", 3840),
+}
+_TTFT_HEADER = ["model", "tokens", "cold", "engine's own prefix", "DRAM", "SSD"]
+
+
+def _ttft(result: Result) -> str:
+    rows = []
+    for model, (shown, tokens) in _TTFT_ROWS.items():
+        seconds = result.details["restore"][model]
+        ways = [seconds[way] for way in ("cold", "local", "dram", "ssd")]
+        rows.append([shown, f"{tokens:,}", *(f"{1e3 * s:,.0f}" for s in ways)])
+    return table(_TTFT_HEADER, rows)
+
+
+def times() -> str:
+    """Return the table of the README, with its machine and date."""
+    restore, peer = results("restore")[0], results("peer")[0]
+    seconds = peer.details["seconds"]["restore"]
+    cores = restore.cores_and_load.partition(",")[0]
+    elsewhere = "" if peer.machine == restore.machine else f" on {peer.machine}"
+    return (
+        f"{_ttft(restore)}\n\n{restore.machine}, {cores}, {restore.date}; small checkpoints with "
+        "random weights.\nReading 128 MiB from a peer on the same host takes "
+        f"{1e3 * seconds:.0f} ms{elsewhere}, verified ({128 * 2**20 / seconds / 1e9:.1f} GB/s, "
+        f"{peer.date})."
+    )
+
+
+class Figure(NamedTuple):
+    """One figure of a benchmark."""
+
+    meaning: str
+    goal: str = ""
+    """Such as `<= 1.05`; empty: none."""
+
+
+FIGURES: Mapping[str, Mapping[str, Figure]] = {
+    "restore": {
+        "dram_over_memcpy": Figure(
+            "Time that a restore of 199 MB from DRAM adds to the engine's own prefix hit, over a "
+            "memcpy of these bytes",
+            "<= 1.15",
+        ),
+        "ssd_over_dd": Figure(
+            "Bandwidth of a restore from SSD, by the time it adds, over an O_DIRECT `dd`", ">= 0.9"
+        ),
+        "ssd_over_limit": Figure(
+            "The same over four parallel O_DIRECT reads into huge pages, which is the most that "
+            "the device gives"
+        ),
+        "prefill_save_ratio": Figure(
+            "Prefill that saves, over an engine without a connector", "<= 1.03"
+        ),
+        "decode_ratio": Figure("The same for decoding", "<= 1.01"),
+        "prefill_save_ratio_with_ssd": Figure("Prefill that saves to DRAM and SSD"),
+        "decode_ratio_with_ssd": Figure("The same for decoding"),
+    },
+    "scheduler_hook": {
+        "hook_ms_131k": Figure(
+            "Milliseconds of the scheduler's thread for a prompt of 131,072 tokens, without "
+            "hashing; worst of three models",
+            "<= 1",
+        ),
+        "hash_ms_131k": Figure("Milliseconds to hash that prompt", "<= 10"),
+        "queue_us_1024": Figure(
+            "Microseconds to find the work before a request, with 1,024 running and 1,024 waiting"
+        ),
+    },
+    "planner": {
+        "decision_us_131k": Figure(
+            "Microseconds of one decision for 131,072 tokens, worst of three models", "<= 100"
+        ),
+        "decision_us_131k_with_replay": Figure("The same with replays to price"),
+        "decision_us_1m": Figure("The same for 1,048,576 tokens, without replays", "<= 1000"),
+        "cost_error_median": Figure(
+            "Relative error of the predicted time to first token on a real engine, median, worst "
+            "of two models",
+            "<= 0.15",
+        ),
+        "cost_error_p95": Figure("The same, 95th percentile", "<= 0.4"),
+        "cost_noise_median": Figure("Difference of two equal requests, median"),
+        "cost_noise_p95": Figure("The same, 95th percentile"),
+    },
+    "planner_grid": {
+        "worst_cell_over_best": Figure(
+            "Planned time to first token over the better of always and never loading, worst of 104 "
+            "cells",
+            "<= 1.05",
+        ),
+        "surely_over": Figure("Cells that are above 1.05 with 95 % confidence", "<= 0"),
+        "geomean_over_single": Figure(
+            "Planned over the better single policy, as geometric means over all cells", "<= 0.85"
+        ),
+        "geomean_limit": Figure("The same for the best of everything tried in each cell"),
+        "regret_p95": Figure(
+            "Planned over the best of everything tried, less 1, 95th percentile", "<= 0.1"
+        ),
+        "worst_alike": Figure("Largest difference of equal requests in one cell"),
+    },
+    "peer": {
+        "peer_over_memcpy": Figure(
+            "One-sided reads of 1 MiB over NIXL UCX on one host, over a memcpy between processes",
+            ">= 0.8",
+        ),
+        "limit_over_memcpy": Figure(
+            "The kernel's own copy between processes (`process_vm_readv`), over the same memcpy"
+        ),
+        "peer_over_limit": Figure("NIXL over the kernel's own copy"),
+        "peer_memfd_over_memcpy": Figure("NIXL from a memfd on 4 KiB pages"),
+        "peer_restore_over_memcpy": Figure("A whole restore of 128 MiB, verified"),
+    },
+    "directory": {
+        "lookup_ms_1m": Figure(
+            "Milliseconds to look up a chain of 1,048,576 tokens on a local Redis", "<= 2"
+        ),
+        "claims_per_s": Figure("Claims per second, 1,024 in one call", ">= 20000"),
+        "redis_bytes_per_artifact": Figure("Bytes of Redis per artifact, at a million", "<= 300"),
+        "renew_ms": Figure("Milliseconds to renew a lease, with a million artifacts owned"),
+        "ping_ms": Figure("Milliseconds of a PING to the same server"),
+    },
+    "faults": {
+        "rounds": Figure("Rounds with injected faults"),
+        "wrong_answers": Figure("Rounds with a wrong answer", "<= 0"),
+        "hangs": Figure("Rounds that hung", "<= 0"),
+        "engine_deaths": Figure("Rounds in which the engine ended", "<= 0"),
+        "stuck": Figure("Rounds after which something was left over", "<= 0"),
+        "open_s_per_million_rows": Figure("Seconds to open a journal of a million rows"),
+        "bytes_per_chunk": Figure("Bytes of memory for a chunk of two state types on SSD"),
+        "gc_pause_ms": Figure("Longest garbage collection while the index grows, ms"),
+    },
+    "scheduling": {
+        "decision_us_64": Figure(
+            "Microseconds to place one request over 64 workers, worst class", "<= 200"
+        ),
+        "decision_us_8": Figure("The same over 8 workers"),
+        "colocated_us_64": Figure("The policy that looks for the least loaded worker only"),
+    },
+    "simulator": {
+        "mooncake_requests_per_s": Figure("Requests of the Mooncake trace per second", ">= 5000"),
+        "agent_file_s": Figure("Seconds for 20,843 requests of coding agents", "<= 60"),
+        "decision_us_64": Figure("Microseconds of a decision over 64 workers", "<= 200"),
+        "peak_gib": Figure("Peak memory, GiB", "<= 4"),
+    },
+}
+_TITLES = {
+    "restore": "Restoring and saving",
+    "scheduler_hook": "The scheduler's thread",
+    "planner": "Decisions of the planner",
+    "planner_grid": "Planned against always and never loading",
+    "peer": "Reading from a peer",
+    "directory": "The directory in Redis",
+    "faults": "Faults and big tiers",
+    "scheduling": "Placing requests",
+    "simulator": "The simulator",
+}
+
+
+def figures() -> str:
+    """Return the page of figures by machine and date."""
+    parts = [
+        f"{NOTE}# Figures by machine and date\n\n"
+        "The newest result of each benchmark on each machine. A date links to the full tables, "
+        "with the load under which they were taken. **Bold** figures miss their goal.",
+    ]
+    for benchmark, figures in FIGURES.items():
+        found = results(benchmark)
+        header = ["figure", *(f"{x.machine}, {x.link}" for x in found), "goal"]
+        rows = []
+        for name, figure in figures.items():
+            values = [_shown(x.figures.get(name), figure.goal) for x in found]
+            goal = figure.goal.replace(">=", "≥").replace("<=", "≤")
+            rows.append([f"`{name}`: {figure.meaning}", *values, goal])
+        command = f"`python -m benchmarks.{benchmark}`"
+        parts.append(f"## {_TITLES[benchmark]}\n\n{command}\n\n{table(header, rows)}")
+        if benchmark == "restore":
+            for result in found:
+                where = f"Time to first token, ms; {result.machine}, {result.date}:"
+                parts.append(f"{where}\n\n{_ttft(result)}")
+    return "\n\n".join([*parts, _checkpoints(), _separate_prefill()]) + "\n"
+
+
+def _checkpoints() -> str:
+    result = results("checkpoint_policies")[0]
+    header = ["model", "policy", "kB written per token", "seconds of restores"]
+    rows = []
+    for found in result.details["policies"]:
+        written = f"{found['written_per_token'] / 1e3:,.4g}"
+        restores = f"{found['load_s'] + found['recompute_s']:,.4g}"
+        rows.append([found["model"], f"`{found['policy']}`", written, restores])
+    return (
+        "## Checkpoint policies\n\n`python -m benchmarks.checkpoint_policies --trace FILE`, "
+        f"{result.link}\n\nOn recorded requests of coding agents. The forward pass and the SSD are "
+        "priced here, not run, so these figures do not depend on the machine.\n\n"
+        f"{table(header, rows)}"
+    )
+
+
+def _separate_prefill() -> str:
+    result = results("xpyd")[0]
+    header = ["servers", "every artifact has", "DRAM", "SSD", "MB moved"]
+    factors, on_ssd, moved = (
+        result.figures[name] for name in ("duplicate_factor", "ssd_duplicate_factor", "bytes_moved")
+    )
+    rows = [
+        [
+            servers.upper(),
+            owners,
+            f"{factors[servers][owners]:.2f}",
+            f"{on_ssd[servers][owners]:.2f}",
+            f"{moved[servers][owners] / 1e6:.1f}",
+        ]
+        for servers in factors
+        for owners in factors[servers]
+    ]
+    return (
+        f"## Prefill and decode apart\n\n`python -m benchmarks.xpyd`, {result.link}\n\n"
+        "Bytes in all DRAM tiers and on all SSDs, over the distinct bytes, and bytes moved between "
+        f"servers.\n\n{table(header, rows)}"
+    )
+
+
+def _shown(value: object, goal: str) -> str:
+    if not isinstance(value, (int, float)):
+        return ""
+    shown = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    return shown if is_met(value, goal) else f"**{shown}**"
+
+
+def is_met(value: float, goal: str) -> bool:
+    """Return whether the value meets a goal such as `<= 1.05`; True without one."""
+    if not goal:
+        return True
+    sense, _, limit = goal.partition(" ")
+    return value <= float(limit) if sense == "<=" else value >= float(limit)

@@ -1,0 +1,208 @@
+"""Pages made from declarations in the code: keys, metrics, commands, errors, requests."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from made import NOTE, table
+
+
+def config() -> str:
+    """Return the page of configuration keys."""
+    from hetero_connector.config import markdown_table
+
+    return f"""{NOTE}# Configuration
+
+These are the keys of `kv_connector_extra_config`. All are optional. A wrong key or value stops the
+engine at start with a `ConfigError` that names the key and what it takes.
+
+{markdown_table()}
+
+Keys of a fleet (`lease_s`, `replica_ttl_s`, `worker_name`, `peer_host`, `adopt_from`) are refused
+without `directory`, and `ssd_gib` and `ssd_write_gib_per_day` without `ssd_dir`.
+
+```json
+{{
+  "kv_connector": "HeteroConnector",
+  "kv_role": "kv_both",
+  "kv_connector_extra_config": {{"dram_gib": 64, "ssd_dir": "/nvme/kv", "ssd_gib": 200}}
+}}
+```
+"""
+
+
+def metrics() -> str:
+    """Return the page of metrics."""
+    from hetero_connector.metrics import COUNTERS, GAUGES, HISTOGRAMS, METRICS_BY_KIND, NATIVE_NAMES
+
+    titles = {COUNTERS: "Counters", GAUGES: "Gauges", HISTOGRAMS: "Histograms"}
+    parts = [
+        f"{NOTE}# Metrics\n\n"
+        "vLLM serves them on `/metrics`. All names begin with `heterocache_`. Every metric also "
+        "has vLLM's own labels `model_name` and `engine`; Prometheus adds `_total` to counters. "
+        "The tokens restored for each request appear in vLLM's external prefix cache metrics, "
+        "too, as `host`, `disk` and `p2p`.\n\n"
+        "Bytes and seconds of loads and saves appear a second time under the names of vLLM's "
+        "native offloading, so that its panels show them: "
+        f"{', '.join(f'`{name}`' for name in NATIVE_NAMES)}. Inside a MultiConnector with native "
+        "offloading these names are its own."
+    ]
+    for kind, metrics in METRICS_BY_KIND.items():
+        rows = [
+            [
+                f"`{name.removeprefix('heterocache_')}`",
+                ", ".join(f"`{x}`" for x in m.labels),
+                m.help,
+            ]
+            for name, m in metrics.items()
+        ]
+        parts.append(f"## {titles[kind]}\n\n{table(['name', 'labels', 'meaning'], rows)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def cli() -> str:
+    """Return the page of commands."""
+    from typer.main import get_command
+
+    from hetero_connector.tools.cli import app
+
+    parts = [
+        f"{NOTE}# Commands\n\n"
+        "The package installs one command, `heterocache`. `heterocache --install-completion` "
+        "completes commands in your shell. Exit status: 0 if all is well, 1 if a problem was "
+        "found, 2 if the arguments or the input cannot be used. `simulate` needs the extra "
+        "`sim`, `reset` the extra `redis`."
+    ]
+    for name, command in _commands(get_command(app), ""):
+        examples = [
+            line for line in command.epilog.split("\n\n") if line.startswith("heterocache ")
+        ]
+        rows = [[_parameter(x), (x.help or "").replace("|", "\\|")] for x in command.params]
+        arguments = table(["argument", "meaning"], rows)
+        shown = "\n".join(examples)
+        parts.append(f"## {name}\n\n{command.help}\n\n```text\n{shown}\n```\n\n{arguments}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the object of every command that does something."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", command
+
+
+def _parameter(parameter: Any) -> str:
+    """Return an argument, or an option with what it takes."""
+    if parameter.param_type_name == "argument":
+        return f"`{parameter.metavar}`"
+    name = parameter.opts[0]
+    takes = parameter.metavar or name.removeprefix("--").upper().replace("-", "_")
+    return f"`{name}`" if parameter.is_flag else f"`{name} {takes}`"
+
+
+def errors() -> str:
+    """Return the page of errors."""
+    from hetero_connector import errors
+
+    classes = [
+        x
+        for x in vars(errors).values()
+        if inspect.isclass(x) and issubclass(x, errors.HeteroCacheError)
+    ]
+    rows = [[f"`{x.__name__}`", (inspect.getdoc(x) or "").split("\n\n")[0]] for x in classes]
+    rows = [[name, " ".join(text.split())] for name, text in rows]
+    return f"""{NOTE}# Errors
+
+Errors at start are raised, and their text says what to change. An error while serving, such as a
+failed read, a bad checksum or a missed deadline, never reaches the engine: it is counted and
+becomes a cache miss ([failures](../guides/failures.md)). One error may end a running engine,
+because the answer would be wrong: `LoadLostError` ([hooks](../internals/hooks.md)).
+
+All are in `hetero_connector.errors`, and pickling keeps their text and attributes.
+
+```text
+{_tree(errors.HeteroCacheError)}
+```
+
+{table(["error", "meaning"], rows)}
+"""
+
+
+def _tree(kind: type, depth: int = 0) -> str:
+    """Return the class and those derived from it, each on a line, indented by its depth."""
+    derived = [
+        _tree(x, depth + 1) for x in kind.__subclasses__() if x.__module__ == kind.__module__
+    ]
+    return "\n".join([f"{'    ' * depth}{kind.__name__}", *derived])
+
+
+_HINTS = {
+    "session_id": (
+        "text",
+        "The session that this request belongs to. vLLM's own request field `session_id` and its "
+        "header `X-Session-ID` mean the same and come first",
+    ),
+    "expected_back_s": (
+        "seconds, 0 to 2592000",
+        "Time from the end of this answer to the session's next request",
+    ),
+}
+
+
+def requests() -> str:
+    """Return the page of request parameters."""
+    from hetero_connector.engine.scheduler import handoff
+    from hetero_connector.engine.scheduler.sessions import SessionHint
+
+    assert set(_HINTS) == set(SessionHint._fields), "describe every field of SessionHint here"
+    sessions = [[f"`{name}`", *about] for name, about in _HINTS.items()]
+    handoffs = [
+        [
+            f"`{handoff.TO_DECODE}`",
+            "to the prefiller",
+            "`true`: another engine decodes this prompt. Send it with `max_tokens` 1",
+        ],
+        [
+            f"`{handoff.PREFILLED}`",
+            "from the prefiller to the decoder",
+            "`true`: another engine has just computed this prompt",
+        ],
+        [
+            f"`{handoff.PREFILLED_TOKENS}`",
+            "from the prefiller to the decoder",
+            "The token up to which the prompt is stored, and at which the decoder may resume; 0 if "
+            "nothing is stored. The decoder waits for no more than that",
+        ],
+    ]
+    return f"""{NOTE}# Request parameters
+
+A request needs no parameters. These are read from `kv_transfer_params` in the request's body, or in
+Python from `SamplingParams.extra_args["kv_transfer_params"]`. Unknown fields are ignored, because
+they may be another connector's; one that is nearly a name of this page is logged once. A value of
+the wrong type or range is ignored, with one warning in the log for sessions.
+
+## Sessions
+
+{table(["field", "takes", "meaning"], sessions)}
+
+An id is valid within its request's `cache_salt`. See the [guide](../guides/sessions.md).
+
+```json
+{{
+  "model": "MODEL",
+  "prompt": "...",
+  "kv_transfer_params": {{"session_id": "agent-7", "expected_back_s": 12.5}}
+}}
+```
+
+## Prefill and decode apart
+
+{table(["field", "goes", "meaning"], handoffs)}
+
+See the [guide](../guides/prefill-decode.md). vLLM's `cache_salt` separates tenants: requests with
+different salts share nothing.
+"""
