@@ -21,6 +21,7 @@ from hetero_connector.engine.messages import StepMetadata, WorkerReport
 from hetero_connector.engine.prometheus import HeteroPromMetrics, HeteroStats
 from hetero_connector.engine.scheduler.handoff import handoff_answer
 from hetero_connector.engine.scheduler.idle_steps import Loop
+from hetero_connector.engine.scheduler.request_report import report_answer
 from hetero_connector.engine.startup import rendezvous
 from hetero_connector.engine.startup.engine_identity import engine_version
 from hetero_connector.engine.startup.heads import preferred_layout
@@ -257,8 +258,13 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Save the request's end. Never delays the release of its blocks."""
-        tokens = self._scheduler.on_finished(request, block_ids) if self._scheduler else 0
-        return False, handoff_answer(request, tokens)
+        if not self._scheduler:
+            return False, handoff_answer(request, 0)
+        handoff_tokens, report = self._scheduler.on_finished(request, block_ids)
+        answer = handoff_answer(request, handoff_tokens)
+        if report is not None:
+            answer = {**(answer or {}), **report_answer(report)}
+        return False, answer
 
     @is_a_miss(lambda: False)
     def has_pending_push_work(self) -> bool:

@@ -302,10 +302,10 @@ def test_every_json_example_is_one_that_is_accepted(example: Example) -> None:
 
 
 def check_request(params: Mapping[str, Any]) -> None:
-    from hetero_connector.engine.scheduler import handoff
+    from hetero_connector.engine.scheduler import handoff, request_report
     from hetero_connector.engine.scheduler.sessions import SessionHint
 
-    known = {*SessionHint._fields, handoff.TO_DECODE, handoff.PREFILLED, handoff.PREFILLED_TOKENS}
+    known = {*SessionHint._fields, *handoff.FIELDS, request_report.NAMESPACE}
     assert params.keys() <= known
     SessionHint.of(dict(params))
 

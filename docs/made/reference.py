@@ -205,4 +205,21 @@ An id is valid within its request's `cache_salt`. See the [guide](../guides/sess
 
 See the [guide](../guides/prefill-decode.md). vLLM's `cache_salt` separates tenants: requests with
 different salts share nothing.
+
+## A report of the request
+
+With `{{"heterocache": {{"report": true}}}}` the answer's `kv_transfer_params` say what was restored,
+from where, and why not more.
+
+```json
+{{
+  "model": "MODEL",
+  "prompt": "...",
+  "kv_transfer_params": {{"heterocache": {{"report": true}}}}
+}}
+```
+
+An answer of vLLM has the report of its first prompt; streams and answers that a stop string ends
+have none. All of them can be had by id: `GET /v1/heterocache/requests/ID`, where the server runs
+with `VLLM_PLUGINS=heterocache`.
 """

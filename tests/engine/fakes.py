@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,13 @@ class FakeRequest:
     status: Any = None
     session_id: str | None = None
     kv_transfer_params: Any = None
+    arrival_time: float = field(default_factory=time.time)
+    trace_headers: dict[str, str] | None = None
+
+    def get_finished_reason(self) -> Any:
+        from vllm.v1.request import RequestStatus
+
+        return RequestStatus.get_finished_reason(self.status)
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prompt_tokens or len(self.all_token_ids)

@@ -154,7 +154,7 @@ class Engine:
     def finish(self, request: FakeRequest) -> int:
         """Finish the request; return the token at which a decoder may resume."""
         blocks = self.tables.ids.get(request.request_id, ([], []))
-        return self.side.on_finished(request, blocks)  # type: ignore[arg-type]
+        return self.side.on_finished(request, blocks).handoff_tokens  # type: ignore[arg-type]
 
     def counters(self) -> dict[str, float]:
         payload = self.recorder.drain()

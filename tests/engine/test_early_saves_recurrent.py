@@ -56,7 +56,7 @@ def test_a_page_that_becomes_recurrent_is_not_saved_as_attention_state(
         def no_room(chunk: Any, sizes: Any) -> Any:
             return None if StateType.DENSE_KV in sizes else begin_save(chunk, sizes)
 
-        def room_at_the_end(request: Any, block_ids: Any) -> int:
+        def room_at_the_end(request: Any, block_ids: Any) -> Any:
             if request.all_token_ids[:BLOCK] == finishing:
                 monkeypatch.setattr(side.store, "begin_save", begin_save)
             return finished(request, block_ids)

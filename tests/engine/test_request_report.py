@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
+from vllm.v1.request import RequestStatus
 
-from hetero_connector.engine.scheduler.request_report import NothingRestored, RequestReport
+from hetero_connector.engine.scheduler.request_report import (
+    NothingRestored,
+    RequestReport,
+    report_answer,
+)
 from hetero_connector.planner.plan import WindowReplay
 from tests.engine.fakes import DENSE, HYBRID, FakeRequest, scheduled
 from tests.engine.stepped import Engine, in_use, tokens
 from tests.engine.test_replays import forget_checkpoints
 
 Engines = Any
+WANTED = {"heterocache": {"report": True}}
 
 
 @pytest.fixture
@@ -50,6 +58,14 @@ def first_token(engine: Engine, request: FakeRequest) -> RequestReport:
 def served(engine: Engine, request: FakeRequest, local: int = 0) -> RequestReport:
     engine.admit(request, local)
     return first_token(engine, request)
+
+
+def finished(engine: Engine, request: FakeRequest, status: RequestStatus) -> RequestReport:
+    """End a request, and return the report that its client gets."""
+    request.status, request.kv_transfer_params = status, WANTED
+    report = engine.side.on_finished(request, engine.tables.ids.get("b", ([], []))).report
+    assert report is not None
+    return report
 
 
 def test_a_restore_is_reported_by_its_source(engine_of: Engines) -> None:
@@ -157,21 +173,78 @@ def test_the_first_of_two_waits_is_the_report_of_a_preempted_request(engine_of: 
     assert engine.admit(request) == 192
     second = first_token(engine, request)
     assert (first.prompt_tokens, second.prompt_tokens) == (200, 201)
-    tracker = engine.side._trackers["b"]
-    ended = engine.side.predictions.finish(tracker, "stop")
+    ended = finished(engine, request, RequestStatus.FINISHED_STOPPED)
     assert (ended.first_token_s, ended.preemptions) == (first.first_token_s, 1)
     assert (ended.finish, ended.output_tokens) == ("stop", 2)
-    engine.finish(request)
     engine.step()
 
 
 def test_a_request_that_ends_without_a_token(engine_of: Engines) -> None:
     engine, request = engine_of(DENSE), FakeRequest("b", tokens(200))
     assert engine.ask(request) == 192
-    ended = engine.side.predictions.finish(engine.side._trackers["b"], "abort")
+    ended = finished(engine, request, RequestStatus.FINISHED_ABORTED)
     assert (ended.admitted_s, ended.first_token_s, ended.observed_s) == (None, None, None)
     assert (ended.restored_tokens, ended.reason, ended.output_tokens) == ({}, None, 0)
-    engine.finish(request)
+    assert ended.finish == "abort"
+
+
+@pytest.mark.parametrize(
+    ("params", "is_answered"),
+    [
+        (WANTED, True),
+        ({"heterocache": {"report": {"boundary": 192}}}, True),  # a proxy has forwarded it
+        ({"heterocache": {"report": False}}, False),
+        ({"heterocache": {"report": "yes"}}, False),
+        ({"heterocache": {}}, False),
+        ({"heterocache": [True]}, False),
+        ({"report": True}, False),
+        (None, False),
+    ],
+)
+def test_only_a_client_that_asks_gets_a_report(
+    engine_of: Engines, params: Any, is_answered: bool
+) -> None:
+    engine = engine_of(DENSE)
+    request = FakeRequest("b", tokens(200), kv_transfer_params=params)
+    shown = served(engine, request)
+    ended = engine.side.on_finished(request, engine.tables.ids["b"]).report
+    assert (ended is not None) == is_answered
+    if ended is not None:
+        assert ended.restored_tokens == shown.restored_tokens == {"dram": 192}
+        assert engine.side.predictions.recent() == [ended], "status shows how it ended"
+        plain = report_answer(ended)["heterocache"]["report"]
+        assert msgspec.json.decode(msgspec.json.encode(plain)) == plain
+    engine.step()
+
+
+def test_the_report_of_a_request_that_cannot_be_identified(engine_of: Engines) -> None:
+    engine = engine_of(DENSE)
+    request = FakeRequest("b", tokens(200), resumable=True, kv_transfer_params=WANTED)
+    assert engine.side.match(request, 0) == (0, False)
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    report = engine.side.on_finished(request, ([], [])).report
+    assert (report.reason, report.finish) == (NothingRestored.UNIDENTIFIED, "length")
+    assert (report.local_tokens, report.computed_tokens, report.prompt_tokens) == (None, None, 200)
+
+
+def test_the_time_in_the_queue_is_not_of_the_observed_time(engine_of: Engines) -> None:
+    report = served(engine_of(DENSE), FakeRequest("b", tokens(200), arrival_time=time.time() - 100))
+    assert 100 <= report.queued_s < 110
+    assert report.first_token_s is not None
+    assert report.first_token_s < 10
+
+
+def test_a_report_that_fails_costs_the_report_alone(engine_of: Engines) -> None:
+    engine = engine_of(DENSE)
+    request = FakeRequest("b", tokens(256, seed=3), kv_transfer_params=WANTED)
+    engine.admit(request)
+    engine.step(b=256)
+    with patch.object(engine.side.predictions, "finish", side_effect=RuntimeError("a defect")):
+        assert engine.side.on_finished(request, engine.tables.ids["b"]).report is None
+    engine.step()
+    assert engine.counters()["heterocache_hook_errors{hook=report}"] == 1
+    assert engine.ask(FakeRequest("c", tokens(257, seed=3))) == 256
+    engine.finish(FakeRequest("c", []))  # releases what was staged
 
 
 def test_a_metric_that_fails_leaves_nothing_pinned(engine_of: Engines) -> None:

@@ -30,12 +30,25 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
     def start(name: str) -> StatusServer:
         answers = {x: lambda x=x: {"engine": name, "asked": x} for x in ("status", "costs")}
+        answers["decisions"] = lambda: {"decisions": [{"request_id": x} for x in DECIDED]}
         servers.append(StatusServer(rendezvous.status_path(name), answers))
         return servers[-1]
 
     yield start
     for server in servers:
         server.close()
+
+
+DECIDED = (
+    "chatcmpl-a-0123abcd",
+    "0_chatcmpl-n-0123abcd",
+    "1_chatcmpl-n-4567abcd",
+    "cmpl-a/b-0-0123abcd",
+    "cmpl-a/b-1-4567abcd",
+    "cmpl-a/b-1-0-4567abcd",
+    "as-given",
+)
+"""Requests of an engine, by its ids."""
 
 
 def client(engine_id: str = "server", count: int = 1) -> TestClient:
@@ -55,6 +68,30 @@ def test_each_engine_of_the_server_answers_and_no_other(start: Start) -> None:
     named = [x["engine"] for x in answer.json()["engines"]]
     assert named == ["server_dp0.a", "server_dp1.b"]
     assert client().get("/v1/heterocache/costs").json()["engines"][0]["asked"] == "costs"
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("chatcmpl-a", DECIDED[:1]),
+        ("chatcmpl-n", DECIDED[1:3]),
+        ("cmpl-a/b", DECIDED[3:5]),
+        ("as-given", DECIDED[6:]),
+        ("chatcmpl-a-0123abcd", DECIDED[:1]),
+        ("chatcmpl", ()),
+        (".*", ()),
+    ],
+)
+def test_a_request_is_found_by_the_id_of_its_answer(
+    start: Start, asked: str, found: tuple[str, ...]
+) -> None:
+    start("server_dp0.a")
+    answer = client().get(f"/v1/heterocache/requests/{asked}")
+    if found:
+        assert tuple(x["request_id"] for x in answer.json()["reports"]) == found
+    else:
+        assert answer.status_code == 404
+        assert "newest 256" in answer.json()["error"]["message"]
 
 
 def test_another_server_with_the_same_engine_id_is_not_asked(start: Start) -> None:
@@ -79,9 +116,10 @@ def test_an_engine_that_is_gone_is_named(start: Start) -> None:
 
 
 def test_a_server_without_an_engine_that_answers_says_why(start: Start) -> None:
-    answer = client().get("/v1/heterocache/status")
-    assert answer.status_code == 503
-    assert "see the engines' logs" in answer.json()["error"]["message"]
+    for path in ("status", "requests/cmpl-a"):
+        answer = client().get(f"/v1/heterocache/{path}")
+        assert answer.status_code == 503
+        assert "see the engines' logs" in answer.json()["error"]["message"]
 
 
 def test_an_engine_that_does_not_answer_in_time_is_named(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter, Request
@@ -25,7 +26,34 @@ def make_router() -> APIRouter:
         router.add_api_route(
             f"/{name}", _asker(name), methods=["GET"], name=name, description=description
         )
+    router.add_api_route("/requests/{request_id:path}", report, methods=["GET"], name="report")
     return router
+
+
+async def report(request_id: str, request: Request) -> JSONResponse:
+    """Return the reports of one request, by the id of its answer: one for each of its prompts."""
+    engines: Engines | None = request.app.state.heterocache_engines
+    if engines is None:
+        return failed(503, _NO_ENGINES)
+    answers = await engines.ask({"get": "decisions"})
+    if all("error" in answer for answer in answers):
+        return answered(engines, answers)
+    shown = [x for answer in answers for x in answer.get("decisions", ())]
+    reports = [x for x in shown if _is_part_of(x["request_id"], request_id)]
+    if not reports:
+        return failed(404, _NO_REPORT)
+    return JSONResponse({"reports": reports})
+
+
+def _is_part_of(engine_id: str, request_id: str) -> bool:
+    """Return whether vLLM made the engine's id from the id of an answer.
+
+    It puts the number of a choice before it, and that of a prompt and a random part after it.
+    """
+    return (
+        re.fullmatch(rf"(\d+_)?{re.escape(request_id)}(-\d+)?(-[0-9a-f]{{8}})?", engine_id)
+        is not None
+    )
 
 
 def _asker(name: str) -> Callable[[Request], Awaitable[JSONResponse]]:
@@ -57,6 +85,10 @@ def failed(status: int, message: str, more: Answer | None = None) -> JSONRespons
 _NO_ENGINES = (
     "this server has no engine with HeteroConnector: start it with --kv-transfer-config "
     """'{"kv_connector": "HeteroConnector", "kv_role": "kv_both"}'"""
+)
+_NO_REPORT = (
+    "no engine has a report of this request: each keeps those of its newest 256 requests, from "
+    "their first token on, by the id of the answer"
 )
 _NOT_HERE = (
     "no engine of this server has opened a socket on this host: see the engines' logs, and ask "

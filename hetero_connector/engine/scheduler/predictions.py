@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hetero_connector.artifacts.record import StoredChunk
-from hetero_connector.engine.scheduler.request_report import NothingRestored, RequestReport
+from hetero_connector.containers import BoundedDict
+from hetero_connector.engine.scheduler.request_report import (
+    NothingRestored,
+    RequestReport,
+    unidentified,
+)
 from hetero_connector.engine.scheduler.requests import PendingRestore, RequestTracker
 from hetero_connector.engine.scheduler.restore_counter import tokens_by_tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.decision import RestoreAction, RestoreDecision
 from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.store.artifact_store import ArtifactStore
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 RECENT = 256
 """Reports that are kept for people to look at."""
@@ -92,11 +99,11 @@ class Predictions:
         self._load = load
         self._store = store
         self._clock = clock
-        self._recent = deque[RequestReport](maxlen=RECENT)
+        self._recent = BoundedDict[str, RequestReport](RECENT)
 
     def recent(self) -> list[RequestReport]:
         """Return the newest requests whose first token has come. Any thread may ask."""
-        return list(self._recent.copy())  # one call that no other thread can interrupt
+        return list(self._recent.values())  # one call that no other thread can interrupt
 
     def on_asked(self, tracker: RequestTracker) -> None:
         """Note the time of vLLM's first question for a request."""
@@ -144,18 +151,21 @@ class Predictions:
             self._record(wait, wait.decision, now_s - wait.begun_s)
         report = self._report(tracker, wait, now_s)
         tracker.report = tracker.report or report
-        self._recent.append(report)
+        self._recent[report.request_id] = report
 
-    def finish(self, tracker: RequestTracker, finish: str | None) -> RequestReport:
-        """Return the report of a request that has ended, for the reason `finish`."""
-        request, now_s = tracker.request, self._clock()
-        report = tracker.report or self._report(tracker, tracker.wait, None)
-        return report._replace(
-            finished_s=now_s - tracker.asked_s,
-            finish=finish,
-            output_tokens=int(request.num_tokens) - int(request.num_prompt_tokens),
-            preemptions=tracker.preemptions,
-        )
+    def finish(self, request: Request, tracker: RequestTracker | None) -> RequestReport:
+        """Return the report of a request that has ended, and keep it among the newest.
+
+        `tracker`: None if the request could not be identified.
+        """
+        if tracker is None:
+            report = unidentified(request)
+        else:
+            report = tracker.report or self._report(tracker, tracker.wait, None)
+            report = report._replace(preemptions=tracker.preemptions)
+        report = report.ended(request)
+        self._recent[report.request_id] = report
+        return report
 
     def _record(self, wait: Wait, decision: RestoreDecision, took_s: float) -> None:
         for tier in decision.declined:
@@ -194,9 +204,11 @@ class Predictions:
         elif reason is None:
             reason = wait.nothing_restored
         loaded_s = restore.loaded_s if restore is not None else None
+        asked_at = time.time() - (self._clock() - asked_s)
         return RequestReport(
             request_id=tracker.request.request_id,
-            time=time.time() - (self._clock() - asked_s),
+            time=asked_at,
+            queued_s=max(0.0, asked_at - tracker.request.arrival_time),
             session=_session_name(tracker),
             prompt_tokens=wait.num_tokens,
             stored_tokens=tracker.stored_tokens,

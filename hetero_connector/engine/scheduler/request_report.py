@@ -1,13 +1,22 @@
 """The report of one request: what was decided for it, and what came of that.
 
-`predictions` makes it. Status, the answer to the client, the decision log and spans show it.
+`predictions` makes it. Status, the answer to a client that asks for it (`{"heterocache": {"report":
+true}}` in `kv_transfer_params`), the log of requests and spans show it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+NAMESPACE = "heterocache"
+"""The field of `kv_transfer_params` that is ours alone, in requests and in answers."""
+REPORT = "report"
 
 
 class NothingRestored(StrEnum):
@@ -49,6 +58,8 @@ class RequestReport(NamedTuple):
     request_id: str
     time: float
     """Seconds since the epoch, when vLLM first asked for the request."""
+    queued_s: float
+    """Seconds from its arrival at the server until then."""
     session: str | None
     """A name for its session: not the client's own."""
     prompt_tokens: int
@@ -89,6 +100,59 @@ class RequestReport(NamedTuple):
     output_tokens: int = 0
     preemptions: int = 0
 
+    def ended(self, request: Request) -> RequestReport:
+        """Return the report of the request, which has ended."""
+        finish = request.get_finished_reason()
+        return self._replace(
+            finished_s=time.time() - self.time,
+            finish=None if finish is None else str(finish),
+            output_tokens=int(request.num_tokens) - int(request.num_prompt_tokens),
+        )
+
     def as_json(self) -> dict[str, Any]:
-        """Return what a JSON encoder takes."""
-        return self._asdict()
+        """Return plain values, which any encoder takes."""
+        reason = None if self.reason is None else str(self.reason)
+        return {**self._asdict(), "restored_tokens": dict(self.restored_tokens), "reason": reason}
+
+
+def unidentified(request: Request) -> RequestReport:
+    """Return the report of a request that could not be identified: nothing is known of it."""
+    return RequestReport(
+        request_id=request.request_id,
+        time=request.arrival_time,
+        queued_s=0.0,
+        session=None,
+        prompt_tokens=int(request.num_prompt_tokens),
+        stored_tokens=0,
+        local_tokens=None,
+        restored_tokens={},
+        computed_tokens=None,
+        replayed_tokens=0,
+        boundary=0,
+        choice="compute",
+        reason=NothingRestored.UNIDENTIFIED,
+        is_parked=False,
+        predicted_s=None,
+        computing_s=None,
+        observed_s=None,
+        staging_s=0.0,
+        admitted_s=None,
+        loaded_s=None,
+        first_token_s=None,
+    )
+
+
+def is_report_wanted(request: Request) -> bool:
+    """Return True if the client asks for a report.
+
+    In place of `true` a proxy may have forwarded the report of the engine that computed the prompt.
+    """
+    params = request.kv_transfer_params
+    own = params.get(NAMESPACE) if isinstance(params, dict) else None
+    wanted = own.get(REPORT) if isinstance(own, dict) else None
+    return wanted is True or isinstance(wanted, dict)
+
+
+def report_answer(report: RequestReport) -> dict[str, Any]:
+    """Return the `kv_transfer_params` of the answer to a client that asked for a report."""
+    return {NAMESPACE: {REPORT: report.as_json()}}

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -45,6 +45,7 @@ from hetero_connector.engine.scheduler.request_identifier import (
     salt_keys,
 )
 from hetero_connector.engine.scheduler.request_queue import RequestQueue
+from hetero_connector.engine.scheduler.request_report import RequestReport, is_report_wanted
 from hetero_connector.engine.scheduler.requests import RequestTracker
 from hetero_connector.engine.scheduler.restore_counter import RestoreCounter, tokens_by_tier
 from hetero_connector.engine.scheduler.restorer import Restorer
@@ -89,6 +90,15 @@ class Policies:
     """None: no window is rebuilt by a replay."""
     think_times: ThinkTimes = field(default_factory=ThinkTimes)
     prefetch: PrefetchMode = "off"
+
+
+class Finished(NamedTuple):
+    """The result of a request's end."""
+
+    handoff_tokens: int
+    """Tokens that a decoder will find stored after a handoff; 0: none."""
+    report: RequestReport | None
+    """For the client, if it asked for one."""
 
 
 class SchedulerSide:
@@ -301,18 +311,18 @@ class SchedulerSide:
         """`take_events`: return the block events that the step publishes, after vLLM's own."""
         return self._events.take() if self._events is not None else ()
 
-    def on_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> int:
+    def on_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> Finished:
         """`request_finished_all_groups`: order the save of the request's end.
 
-        vLLM may free the blocks at once. Returns the tokens that a decoder will find stored after
-        a handoff; 0: none.
+        vLLM may free the blocks at once.
         """
         self.identifier.forget(request.request_id)
         tracker = self._trackers.pop(request.request_id, None)
         if tracker is None:
-            return 0
+            return Finished(0, self._report(request, None))
         self._queue.remove(request.request_id)
         self.predictions.on_progress(tracker)
+        report = self._report(request, tracker)
         self._admissions.forget(tracker)
         # Without a step since its admission, a load may still fill its pages: this connector's, or
         # that of another one in a MultiConnector.
@@ -327,7 +337,8 @@ class SchedulerSide:
                 self._errors.count("save", error)
         self._saver.forget(tracker)
         self._sessions.on_finished(tracker, request.num_computed_tokens)
-        return tracker.handoff_tokens if self.root.is_shared and self._peers.accepts_claims else 0
+        is_shared = self.root.is_shared and self._peers.accepts_claims
+        return Finished(tracker.handoff_tokens if is_shared else 0, report)
 
     def reset(self) -> bool:
         """Forget everything stored. Returns False in the case that `Store.reset` does."""
@@ -400,6 +411,16 @@ class SchedulerSide:
     def _new_chain(self, salt: str | None) -> RequestChain:
         """Return the empty chain of a prompt that is token ids alone. Any thread may ask."""
         return RequestChain(self.root.hasher, salt_keys(salt, self._salts.count))
+
+    def _report(self, request: Request, tracker: RequestTracker | None) -> RequestReport | None:
+        """Return the report of a request that ends, if its client asked for one."""
+        if not is_report_wanted(request):
+            return None
+        try:
+            return self.predictions.finish(request, tracker)
+        except Exception as error:  # its end is saved all the same
+            self._errors.count("report", error)
+            return None
 
     def _has_outdated_requests(self) -> bool:
         return any(tracker.outdated for tracker in self._trackers.values())
