@@ -24,6 +24,7 @@ from tests.store.filling import (
     ids_of,
     intact,
     put,
+    until,
     wait,
 )
 
@@ -91,6 +92,48 @@ def test_a_flipped_bit_stops_no_start_and_changes_no_byte(root: Path, seed: int)
             pytest.fail(f"bit of byte {at}, {whole[at]:#x} to {damaged[at]:#x}: {error!r}")
         for aside in path.parent.glob("journal.*"):
             aside.unlink()
+
+
+def _empty_index(path: Path) -> None:
+    """Exchange the index of slots for an empty one: nothing but a deletion finds out."""
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA writable_schema = ON")
+    connection.execute("CREATE TABLE other (x, y, PRIMARY KEY (x, y)) WITHOUT ROWID")
+    root_of = "SELECT rootpage FROM sqlite_schema WHERE type = ? AND tbl_name = ?"
+    (full,) = connection.execute(root_of, ("index", "artifacts")).fetchone()
+    (empty,) = connection.execute(root_of, ("table", "other")).fetchone()
+    exchange = "UPDATE sqlite_schema SET rootpage = ? WHERE rootpage = ?"
+    for new, old in ((-1, full), (full, empty), (empty, -1)):
+        connection.execute(exchange, (new, old))
+    connection.commit()
+    connection.close()
+    connection = sqlite3.connect(path)
+    assert connection.execute("PRAGMA quick_check").fetchone() == ("ok",)
+    connection.close()
+
+
+def test_a_damaged_index_stops_no_start(root: Path) -> None:
+    path = journal_of(root)
+    _run(path, "UPDATE artifacts SET start = start + 1 WHERE slot = 3")  # the start deletes it
+    _empty_index(path)
+    assert serve(root) == 0
+    assert len(list(path.parent.glob("journal.corrupt-*[0-9]"))) == 1
+    store = opened(root)
+    put(store, CHUNKS)
+    store.close()
+    assert serve(root) == 2 * len(CHUNKS)
+
+
+def test_a_journal_that_a_deletion_found_damaged_is_not_opened_again(root: Path) -> None:
+    path = journal_of(root)
+    _empty_index(path)
+    store = opened(root)
+    put(store, chain("b", 100))  # in the place of others, whose rows go first
+    until(lambda: not store.catalog.writes.is_writable)
+    store.close()
+    assert not path.exists()
+    assert serve(root) == 0
+    assert path.exists()
 
 
 DEEP = "[" * 100_000

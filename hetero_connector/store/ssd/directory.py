@@ -33,7 +33,7 @@ from hetero_connector.store.ssd.generation_file import (
     GenerationKeeper,
 )
 from hetero_connector.store.ssd.journal import Journal
-from hetero_connector.store.ssd.journal_connection import Connect, connect, move_aside
+from hetero_connector.store.ssd.journal_connection import Connect, connect
 from hetero_connector.store.ssd.journal_format import CorruptJournalError, JournalMeta
 from hetero_connector.store.ssd.private_files import (
     PRIVATE_DIRECTORY_MODE,
@@ -72,7 +72,9 @@ _NO_ACCESS |= {errno.ENOENT, errno.ELOOP}
 class SsdDirectory:
     """An open, locked directory: its slab file, journal and warnings. Built by `open`."""
 
-    def __init__(self, path: Path, lock: DirectoryLock, geometry: SlotGeometry) -> None:
+    def __init__(
+        self, path: Path, lock: DirectoryLock, geometry: SlotGeometry, connect: Connect
+    ) -> None:
         self.path = path
         self.geometry = geometry
         """The cut of the slab file."""
@@ -84,6 +86,7 @@ class SsdDirectory:
         self.generations: GenerationKeeper
         """The resets that the state here has seen."""
         self._lock = lock
+        self._connect = connect
         self._fd = -1
         self._created: list[Path] = []
         self._found_bytes = 0
@@ -120,7 +123,7 @@ class SsdDirectory:
                 path.mkdir(PRIVATE_DIRECTORY_MODE, exist_ok=True)
                 widest = make_private(path, is_own_name)
                 lock = DirectoryLock.acquire(path / LOCK_NAME, readers_wait_s=_READERS_WAIT_S)
-                directory = cls(path, lock, geometry)
+                directory = cls(path, lock, geometry, connect)
                 try:
                     if widest is not None:
                         directory._warn(
@@ -132,7 +135,7 @@ class SsdDirectory:
                             f"other users can write to {root}, and so put directories of theirs in "
                             "place of this engine's; take that right from them"
                         )
-                    directory._open_files(root, meta, room, connect)
+                    directory._open_files(root, meta, room)
                 except BaseException:
                     directory._abandon()
                     raise
@@ -143,7 +146,7 @@ class SsdDirectory:
             finally:
                 opening.release()
             try:
-                directory._check_journal(meta, connect)
+                directory._check_journal(meta)
             except BaseException:
                 directory._abandon()
                 raise
@@ -220,7 +223,7 @@ class SsdDirectory:
                 self.path.rmdir()
         self.close()
 
-    def _open_files(self, root: Path, meta: JournalMeta, room_bytes: int, connect: Connect) -> None:
+    def _open_files(self, root: Path, meta: JournalMeta, room_bytes: int) -> None:
         """Do what other engines must not do meanwhile: they wait, whatever the journal's size."""
         # The journal first: if it belongs to something else, nothing has been touched yet.
         is_new = not (self.path / JOURNAL_NAME).exists()
@@ -228,7 +231,7 @@ class SsdDirectory:
         if is_new:
             make_room(root, self.path, needed, room_bytes)
             self._open_generation(is_new=True)
-        self._open_journal(meta, connect, check=False)
+        self._open_journal(meta, check=False)
         if not is_new:
             make_room(root, self.path, needed, room_bytes)
             self._open_generation(is_new=False)
@@ -238,16 +241,22 @@ class SsdDirectory:
         _sync_directory(self.path)
         _sync_directory(root)  # in which the directory itself is an entry
 
-    def _check_journal(self, meta: JournalMeta, connect: Connect) -> None:
+    def replace_journal(self) -> None:
+        """Move the journal aside, because it is damaged, and begin an empty one."""
+        meta = self.journal.meta
+        self._journal_was_moved(self.journal.condemn())
+        self.journal.close()
+        self._open_journal(meta, check=True)
+        self.journal.check_owner = self.check_owner
+
+    def _check_journal(self, meta: JournalMeta) -> None:
         """Read the journal for damage, and forget what it lists of slots that are no more."""
         self.journal.close()
-        self._open_journal(meta, connect, check=True)
+        self._open_journal(meta, check=True)
         try:
             self._settle_journal()
         except CorruptJournalError:  # some damage shows only in a statement
-            self.journal.close()
-            self._journal_was_moved(move_aside(self.path / JOURNAL_NAME))
-            self._open_journal(meta, connect, check=True)
+            self.replace_journal()
             self._settle_journal()
         self.journal.check_owner = self.check_owner
 
@@ -263,8 +272,8 @@ class SsdDirectory:
             if lost:
                 self._warn(f"{self.path} has another size now: {lost} artifacts lost")
 
-    def _open_journal(self, meta: JournalMeta, connect: Connect, *, check: bool) -> None:
-        self.journal = Journal.open(self.path / JOURNAL_NAME, meta, connect, check)
+    def _open_journal(self, meta: JournalMeta, *, check: bool) -> None:
+        self.journal = Journal.open(self.path / JOURNAL_NAME, meta, self._connect, check)
         if self.journal.moved_aside:
             self._journal_was_moved(self.journal.moved_aside)
 

@@ -14,6 +14,7 @@ from hetero_connector.artifacts.record import Tier
 from hetero_connector.errors import StoreTakenError
 from hetero_connector.store.base import Failure
 from hetero_connector.store.catalog.catalog import Catalog
+from hetero_connector.store.ssd.journal_format import CorruptJournalError
 
 logger = logging.getLogger("vllm.heterocache")
 
@@ -125,7 +126,7 @@ class WriteHealth:
     def on_failure(self, error: Exception) -> None:
         """Count a failure; after three in a row pause, with one line in the log."""
         catalog = self._catalog
-        if isinstance(error, StoreTakenError):
+        if isinstance(error, StoreTakenError | CorruptJournalError):
             self.give_up(str(error))
             return
         catalog.loads.count_failure(Failure.IO_ERROR, Tier.SSD)

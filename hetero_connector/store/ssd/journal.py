@@ -10,7 +10,8 @@ deletion was lost. Such a row fails its checksum, which costs a miss like a lost
 A process that opens a journal to write has it alone. Others read a copy (`Journal.open_copy`).
 
 Threads: any one at a time (the store's I/O thread, or the opener before it starts).
-Every method raises StoreError, never a bare sqlite3 error.
+Every method raises StoreError, never a bare sqlite3 error. A journal in which a transaction finds
+damage is moved aside at once: the next start would not see it.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class Journal:
         self.check_owner: Callable[[], object] | None = None
         """Called before each transaction; raises StoreTakenError once another engine is here."""
         self._connection = connection
+        self._aside: Path | None = None
         self._copy = ExitStack()
         """Removes the copy that is read, if it is one."""
 
@@ -330,6 +332,12 @@ class Journal:
             connection.execute("DELETE FROM artifacts")
             connection.execute(_NOTE, (_GENERATION, generation.hex()))
 
+    def condemn(self) -> Path:
+        """Move the files aside, because they are damaged; return the new path."""
+        if self._aside is None:
+            self._aside = move_aside(self.path)
+        return self._aside
+
     def close(self) -> None:
         """Idempotent."""
         with sqlite_errors(self.path):
@@ -346,6 +354,15 @@ class Journal:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
+        try:
+            with self._begun() as connection:
+                yield connection
+        except CorruptJournalError:  # a check of indexes takes 5 s for a million rows
+            self.condemn()
+            raise
+
+    @contextmanager
+    def _begun(self) -> Iterator[sqlite3.Connection]:
         with sqlite_errors(self.path):
             if self.check_owner is not None:
                 self.check_owner()

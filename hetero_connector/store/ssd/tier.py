@@ -14,7 +14,7 @@ from hetero_connector.store.catalog.nodes import Artifact
 from hetero_connector.store.catalog.tiers import Tiers
 from hetero_connector.store.garbage import frozen_load
 from hetero_connector.store.ssd.directory import SsdDirectory
-from hetero_connector.store.ssd.journal_format import RowValues
+from hetero_connector.store.ssd.journal_format import CorruptJournalError, RowValues
 from hetero_connector.transfer.base import FileTransfer
 from hetero_connector.transfer.choose import choose_file_transfer
 from hetero_connector.units import size_text
@@ -65,8 +65,12 @@ def adopt_journal(directory: SsdDirectory, tiers: Tiers) -> None:
     journal = directory.journal
     with frozen_load(journal.count()):
         dropped = adopt_rows(journal.load_values(), tiers)
-    if dropped:
-        journal.forget(dropped)
+    try:
+        if dropped:
+            journal.forget(dropped)
+    except CorruptJournalError:  # a damaged index shows when a row is deleted
+        directory.replace_journal()
+        tiers.clear()
     logger.info("SSD tier %s: %s", directory.path, _found(tiers, len(dropped)))
 
 
