@@ -6,30 +6,34 @@ Each command imports its modules when it runs, so `--help` is quick and needs no
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.metadata
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from hetero_connector.errors import HeteroCacheError, StoreError
-
-EXIT_OK, EXIT_BAD, EXIT_UNUSABLE, EXIT_INTERRUPTED = 0, 1, 2, 130
-_STATUS = (
-    "Exit status: 0 if all is well, 1 if a problem was found, 2 if the arguments or the input "
-    "cannot be used."
+from hetero_connector.tools import engine_commands
+from hetero_connector.tools.command import (
+    EXIT_BAD,
+    EXIT_OK,
+    FLEET,
+    SIMULATION,
+    STATE,
+    STATUS,
+    Json,
+    command,
+    complain,
+    note,
 )
-_STATE, _FLEET, _SIMULATION = "State on this machine", "Fleet", "Simulation"
+
 _DISTRIBUTION = "heterocache"
 _ROWS = 24
 
 _Row = TypeVar("_Row")
-_Arguments = ParamSpec("_Arguments")
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON value to stdout.")]
 _Stored = Annotated[
     Path, typer.Argument(metavar="DIR", help="An ssd_dir, or one model's directory in it.")
 ]
@@ -39,13 +43,14 @@ _Format = Annotated[
 
 app = typer.Typer(
     help="Examine and manage HeteroCache's state on this machine.",
-    epilog=_STATUS,
+    epilog=STATUS,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 _trace = typer.Typer(help="Analyse recorded requests.", no_args_is_help=True)
-app.add_typer(_trace, name="trace", rich_help_panel=_SIMULATION)
+engine_commands.register(app)
+app.add_typer(_trace, name="trace", rich_help_panel=SIMULATION)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,31 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else EXIT_OK
     return EXIT_OK
-
-
-def _command(
-    of: typer.Typer, panel: str, *examples: str, name: str | None = None
-) -> Callable[[Callable[_Arguments, int]], Callable[_Arguments, None]]:
-    """Register a function that returns its exit status. Its docstring is the command's help."""
-    epilog = "\n\n".join(["Examples:", *(f"heterocache {x}" for x in examples), _STATUS])
-
-    def register(function: Callable[_Arguments, int]) -> Callable[_Arguments, None]:
-        @of.command(name, rich_help_panel=panel, epilog=epilog)
-        @functools.wraps(function)
-        def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
-            try:
-                code = function(*args, **kwargs)
-                sys.stdout.flush()
-            except BrokenPipeError:  # `heterocache inspect DIR | head`
-                sys.stdout = None
-                code = EXIT_OK
-            except KeyboardInterrupt:
-                code = EXIT_INTERRUPTED
-            raise typer.Exit(code)
-
-        return run
-
-    return register
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -100,13 +80,13 @@ def _options(
     pass
 
 
-@_command(app, _STATE, "doctor --ssd-dir /nvme/kv", "doctor --directory redis://host:6379")
+@command(app, STATE, "doctor --ssd-dir /nvme/kv", "doctor --directory redis://host:6379")
 def doctor(
     ssd_dir: Annotated[Path, typer.Option(help="Directory to examine.")] = Path(),
     directory: Annotated[
         str, typer.Option(metavar="URL", help="Examine this directory of a fleet, too.")
     ] = "",
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> int:
     """Examine this machine and advise what to change."""
     from hetero_connector.tools import doctor as examiner
@@ -122,27 +102,8 @@ def doctor(
     return EXIT_BAD if failed else EXIT_OK
 
 
-@_command(app, _STATE, "status", "status --json")
-def status(
-    decisions: Annotated[int, typer.Option(min=0, help="Newest decisions to show.")] = 10,
-    as_json: _Json = False,
-) -> int:
-    """Ask this user's running engines what they store and how they decided."""
-    from hetero_connector.tools import status as engines
-
-    found = engines.ask_all()
-    if as_json:
-        print(json.dumps(found, indent=2))
-    elif found:
-        engines.show(found, decisions)
-    if not found:
-        _note("no engine of this user runs on this machine with HeteroConnector")
-        return EXIT_BAD
-    return EXIT_OK
-
-
-@_command(app, _STATE, "inspect /nvme/kv", "inspect /nvme/kv --json")
-def inspect(dir: _Stored, as_json: _Json = False) -> int:
+@command(app, STATE, "inspect /nvme/kv", "inspect /nvme/kv --json")
+def inspect(dir: _Stored, as_json: Json = False) -> int:
     """List what is stored, by model and state type."""
     from hetero_connector.tools import inspection
 
@@ -152,9 +113,9 @@ def inspect(dir: _Stored, as_json: _Json = False) -> int:
             try:
                 reports.append(inspection.inspect_model(path))
             except HeteroCacheError as e:
-                code = _complain(e)
+                code = complain(e)
     except HeteroCacheError as e:
-        return _complain(e)
+        return complain(e)
     if as_json:
         print(json.dumps([r.as_json() for r in reports], indent=2))
     elif reports:
@@ -162,13 +123,13 @@ def inspect(dir: _Stored, as_json: _Json = False) -> int:
     return code
 
 
-@_command(app, _STATE, "verify /nvme/kv", "verify /nvme/kv --repair")
+@command(app, STATE, "verify /nvme/kv", "verify /nvme/kv --repair")
 def verify(
     dir: _Stored,
     repair: Annotated[
         bool, typer.Option("--repair", help="Remove bad artifacts; they become misses.")
     ] = False,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> int:
     """Read and check every stored artifact."""
     from hetero_connector.tools import inspection, verification
@@ -179,13 +140,13 @@ def verify(
             try:
                 report = verification.verify_model(path, repair, _progress)
             except HeteroCacheError as e:
-                code = _complain(e)
+                code = complain(e)
                 continue
             reports.append(report)
             if not as_json:
                 print(verification.as_text(report))
     except HeteroCacheError as e:
-        return _complain(e)
+        return complain(e)
     if as_json:
         print(json.dumps([dataclasses.asdict(r) for r in reports], indent=2))
     if code == EXIT_OK and any(r.bad for r in reports):
@@ -203,9 +164,9 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-@_command(
+@command(
     app,
-    _STATE,
+    STATE,
     "calibrate Qwen/Qwen3-8B --out qwen.json",
     """calibrate MODEL --engine-args '{"max_model_len": 32768}'""",
 )
@@ -228,11 +189,11 @@ def calibrate(
             parser=_json_object, metavar="JSON", help="Keys of HeteroConnector, an object."
         ),
     ] = "{}",
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> int:
     """Measure a model's costs on this machine."""
     if out.is_dir() or not out.parent.is_dir():  # check before minutes of measuring
-        return _complain(f"--out {out} is not a file in a directory that exists")
+        return complain(f"--out {out} is not a file in a directory that exists")
     from hetero_connector.engine.calibration import calibrate as measure  # starts vLLM
     from hetero_connector.tools.profile_plot import plot
 
@@ -243,11 +204,11 @@ def calibrate(
         found.profile.write(out)
         picture = plot(found, out.with_name(f"{out.name}.png"))
     except ModuleNotFoundError as e:
-        return _complain(f"{e.name} is missing: pip install 'heterocache[cpu]', or [gpu]")
+        return complain(f"{e.name} is missing: pip install 'heterocache[cpu]', or [gpu]")
     except (HeteroCacheError, OSError) as e:
-        return _complain(e)
+        return complain(e)
     if picture is None:
-        _note("no plot, because matplotlib is missing: pip install 'heterocache[sim]'")
+        note("no plot, because matplotlib is missing: pip install 'heterocache[sim]'")
     if as_json:
         print(json.dumps(found.profile.as_json()))
     else:
@@ -259,7 +220,7 @@ def calibrate(
     return EXIT_OK
 
 
-@_command(app, _STATE, "explain /nvme/kv/MODEL prompt.txt", "explain DIR ids.json --all --json")
+@command(app, STATE, "explain /nvme/kv/MODEL prompt.txt", "explain DIR ids.json --all --json")
 def explain(
     dir: Annotated[
         Path, typer.Argument(metavar="DIR", help="One model's directory in an ssd_dir.")
@@ -280,7 +241,7 @@ def explain(
         int | None, typer.Option(help=f"Candidates to show; {_ROWS} if this is not set.")
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Show every candidate.")] = False,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> int:
     """Show what would be restored of a prompt, and why."""
     if show_all and rows is not None:
@@ -293,7 +254,7 @@ def explain(
         tokens = explanation.read_tokens(prompt, lambda: explanation.tokenizer(directory))
         found = explanation.decide(directory, tokens, profile, in_dram=in_dram)
     except (HeteroCacheError, ValueError) as e:
-        return _complain(e)
+        return complain(e)
     if as_json:
         print(json.dumps(found.as_json(), indent=2))
     else:
@@ -302,7 +263,7 @@ def explain(
     return EXIT_OK
 
 
-@_command(app, _FLEET, "reset --directory redis://host:6379 --wait 60")
+@command(app, FLEET, "reset --directory redis://host:6379 --wait 60")
 def reset(
     directory: Annotated[str, typer.Option(metavar="URL", help="The fleet's directory, redis://…")],
     wait: Annotated[
@@ -312,7 +273,7 @@ def reset(
             help="Wait so long until every engine has done so; exit status 1 if one has not.",
         ),
     ] = 0.0,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> int:
     """Make all engines of a fleet drop what they stored."""
     from ownership.directory.fleet_reset import reset_fleet
@@ -321,11 +282,11 @@ def reset(
     try:
         opened = open_directory(directory)
     except ValueError as e:
-        return _complain(e)
+        return complain(e)
     try:
         done = reset_fleet(opened, wait)
     except HeteroCacheError as e:
-        return _complain(e)
+        return complain(e)
     finally:
         opened.close()
     if as_json:
@@ -337,19 +298,19 @@ def reset(
         for name in done.missing:
             print(f"{name}: not yet")
     if not (done.adopted or done.missing):
-        _note("no engine is registered in this directory: do the engines use this URL?")
+        note("no engine is registered in this directory: do the engines use this URL?")
         return EXIT_BAD
     return EXIT_OK if done.is_complete or not wait else EXIT_BAD
 
 
-@_command(_trace, _SIMULATION, "trace stats conversation_trace.jsonl", name="stats")
+@command(_trace, SIMULATION, "trace stats conversation_trace.jsonl", name="stats")
 def trace_stats(
     file: Annotated[
         Path,
         typer.Argument(metavar="FILE", help="A trace, plain or gzip, or a directory of its files."),
     ],
     format: _Format = None,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> int:
     """Print statistics of the prefixes that a trace uses again."""
     from ownership.simulator.traces.tables import print_stats
@@ -357,13 +318,13 @@ def trace_stats(
     try:
         print_stats(file, format, as_json=as_json)
     except (HeteroCacheError, OSError) as e:
-        return _complain(e)
+        return complain(e)
     return EXIT_OK
 
 
-@_command(
+@command(
     app,
-    _SIMULATION,
+    SIMULATION,
     "simulate --trace T.jsonl --fleet fleet.yaml --out results --policies ownerserve,dynamo_kv",
     "simulate --trace T.jsonl --fleet fleet.yaml --out results --sweep rate=0.2,0.4",
 )
@@ -385,7 +346,7 @@ def simulate(
         ),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Simulations to run in parallel.")] = 1,
-    as_json: _Json = False,
+    as_json: Json = False,
 ) -> int:
     """Simulate a fleet on a recorded trace."""
     try:
@@ -396,9 +357,9 @@ def simulate(
         names = [name for name in policies.split(",") if name]
         command.sweep(inputs, names, sweep or [], out, processes, as_json=as_json)
     except ImportError as e:  # msgspec raises its own where PyYAML is missing
-        return _complain(f"{e.name or e} is missing: pip install 'heterocache[sim]'")
+        return complain(f"{e.name or e} is missing: pip install 'heterocache[sim]'")
     except (HeteroCacheError, OSError) as e:
-        return _complain(e)
+        return complain(e)
     return EXIT_OK
 
 
@@ -420,15 +381,6 @@ def _progress(rows: Sequence[_Row]) -> Iterable[_Row]:
     from rich.progress import track
 
     return track(rows, "verify", console=Console(stderr=True), transient=True)
-
-
-def _complain(error: Exception | str) -> int:
-    _note(error)
-    return EXIT_UNUSABLE
-
-
-def _note(message: Exception | str) -> None:
-    print(f"heterocache: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

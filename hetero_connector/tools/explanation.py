@@ -142,6 +142,11 @@ def tokenizer(directory: Path) -> Any:
     journal = Journal.open_copy(directory / JOURNAL_NAME)
     name = str(journal.meta.description.get("model_name", ""))
     journal.close()
+    return load_tokenizer(name)
+
+
+def load_tokenizer(name: str) -> Any:
+    """Load the tokenizer of a model, a path or repository. Raises StoreError."""
     try:
         from transformers import AutoTokenizer
 

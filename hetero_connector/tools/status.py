@@ -1,4 +1,4 @@
-"""`heterocache status`: asks the running engines of this user through their sockets."""
+"""`heterocache status`: prints what running engines say of themselves."""
 
 from __future__ import annotations
 
@@ -11,22 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from hetero_connector.engine.scheduler.status_socket import ask
-from hetero_connector.engine.startup.rendezvous import status_paths
+from hetero_connector.tools.engines import Status
 from hetero_connector.units import size_text
-
-Status = Mapping[str, Any]
-
-
-def ask_all() -> list[Status]:
-    """Return the status of every engine that answers. Engines that were killed are left out."""
-    found: list[Status] = []
-    for path in status_paths():
-        try:
-            found.append(ask(path, {"get": "status"}))
-        except (OSError, ValueError):
-            continue
-    return found
 
 
 def show(engines: Sequence[Status], max_decisions: int, console: Console | None = None) -> None:
@@ -39,12 +25,17 @@ def show(engines: Sequence[Status], max_decisions: int, console: Console | None 
             f"[bold]{escape(engine['model'])}[/bold]  pid {engine['pid']}, up {hours:.1f} h, "
             f"heterocache {engine['heterocache']}, vLLM {engine['vllm']}"
         )
-        broken = [name for name in _WORKING if not status["health"][name]]
+        broken = broken_parts(status)
         console.print(f"[red]not working: {', '.join(broken)}[/red]" if broken else "healthy")
         console.print(_tiers(status["tiers"]))
         decisions = status["decisions"][-max_decisions:] if max_decisions else []
         if decisions:
             console.print(_decisions(decisions))
+
+
+def broken_parts(status: Status) -> list[str]:
+    """Return the parts of the engine's health that do not work."""
+    return [name for name in _WORKING if not status["health"][name]]
 
 
 _WORKING = ("io_alive", "ssd_writable", "ssd_readable")

@@ -107,7 +107,10 @@ def test_a_session_is_named_by_its_id_and_salt_or_by_its_digest(start: Start) ->
     with pytest.raises(CommandError, match="with its salt"):
         do(engine, "clear", session="s")
     assert stored(engine, request)
-    do(engine, "clear", session=session_key("t", "s").hex())
+    digest = session_key("t", "s").hex()
+    with pytest.raises(CommandError, match="at least 16 characters"):
+        do(engine, "clear", session=digest[:15])
+    do(engine, "clear", session=digest[:16])
     assert stored(engine, request) == 0
     engine.run(turn("2", session_id="s", cache_salt="t"))
     do(engine, "clear", session="s", salt="t")

@@ -19,7 +19,8 @@ from rich.console import Console
 from hetero_connector.engine.scheduler import status_socket
 from hetero_connector.engine.scheduler.status_socket import MAX_REQUEST_BYTES, StatusServer
 from hetero_connector.engine.startup import rendezvous
-from hetero_connector.tools import status as tool
+from hetero_connector.tools import engines
+from hetero_connector.tools import status as printing
 
 
 @pytest.fixture
@@ -140,12 +141,13 @@ def test_sockets_of_killed_engines_are_not_shown_and_removed(
 ) -> None:
     monkeypatch.setattr(rendezvous, "_directory", lambda: tmp_path)
     (tmp_path / f"gone.{rendezvous._pid_namespace()}.999999999.status").write_text("")
-    assert tool.ask_all() == []
+    assert engines.find() == []
     own = rendezvous.status_path("e")
     assert rendezvous.status_paths() == []
-    server = StatusServer(own, {"status": lambda: {"engine": 1}})
+    status = {"engine": {"started": 0.0}}
+    server = StatusServer(own, {"status": lambda: status})
     try:
-        assert tool.ask_all() == [{"engine": 1}]
+        assert [x.status for x in engines.find()] == [status]
     finally:
         server.close()
 
@@ -173,7 +175,7 @@ def test_a_clients_request_id_is_printed_as_it_is() -> None:
     }
     status |= {"tiers": [tiers], "decisions": [decision, unplanned]}
     console = Console(width=200, record=True, file=io.StringIO())
-    tool.show([status], 10, console)
+    printing.show([status], 10, console)
     shown = console.export_text()
     for expected in (
         "up 2.0 h", "not working: ssd_writable", "3 MiB", "1 GiB", "[red]x[/red]", "5,104 - 384",

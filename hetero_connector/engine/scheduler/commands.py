@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hetero_connector.artifacts.chain import RequestChain
@@ -18,6 +18,7 @@ from hetero_connector.artifacts.record import ROOT, ChunkKey, StoredChunk, Tier
 from hetero_connector.engine.scheduler.cleared_salts import ClearedSalts
 from hetero_connector.engine.scheduler.session_book import (
     SessionBook,
+    SessionRecord,
     session_key,
     session_name,
     tenant_of,
@@ -35,6 +36,8 @@ _STEP_S = 20.0
 """Longest wait for a step of the engine."""
 _MAX_SECONDS = 86_400.0
 _MAX_TEXT = 4_096
+_MIN_DIGEST = 16
+"""Characters of a session's digest by which it may be named."""
 _POLL_S = 0.02
 
 
@@ -161,18 +164,28 @@ class Commands:
         return {"cleared": "salt", "chunks": chunks, "pages": pages}
 
     def _clear_session(self, session: str, salt: str | None) -> Result:
-        key = session_key(salt, session)
-        for known, record in self._book.newest():
-            if known == key or session_name(known) == session:
-                if record.ended is None:
-                    raise CommandError("a turn of the session is running: clear it afterwards")
-                chunks = self._forget(known, record.leaves)
-                pages = self._steps.call(self._engine.reset_pages, _STEP_S)
-                return {"cleared": "session", "chunks": chunks, "pages": pages}
-        raise CommandError(
-            "no such session is known: name it by its id, with its salt if its requests have one, "
-            "or by its digest from `sessions`. This engine knows the newest few thousand"
-        )
+        known, record = self._find_session(session, salt)
+        if record.ended is None:
+            raise CommandError("a turn of the session is running: clear it afterwards")
+        chunks = self._forget(known, record.leaves)
+        pages = self._steps.call(self._engine.reset_pages, _STEP_S)
+        return {"cleared": "session", "chunks": chunks, "pages": pages}
+
+    def _find_session(self, session: str, salt: str | None) -> tuple[Hashable, SessionRecord]:
+        """Return the session with this id under the salt, or with this name."""
+        key, known = session_key(salt, session), self._book.newest()
+        if (record := self._book.find(key)) is not None:
+            return key, record
+        named = [x for x in known if session_name(x[0]) == session]
+        if len(session) >= _MIN_DIGEST and not named:
+            named = [x for x in known if session_name(x[0]).startswith(session)]
+        if len(named) != 1:
+            raise CommandError(
+                "no such session is known: name it by its id, with its salt if its requests have "
+                f"one, or by its digest from `sessions`, at least {_MIN_DIGEST} characters of it. "
+                "This engine knows the newest few thousand"
+            )
+        return named[0]
 
     def _forget(self, session: object, leaves: Sequence[ChunkKey]) -> int:
         self._book.forget(session)

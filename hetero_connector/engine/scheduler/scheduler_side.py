@@ -367,7 +367,13 @@ class SchedulerSide:
         An engine that cannot open it serves all the same.
         """
         status = EngineStatus(
-            about, self.store, self.predictions, profile, self._sessions.book, self._counter.sources
+            about,
+            self.store,
+            self.predictions,
+            profile,
+            self._sessions.book,
+            self._counter.sources,
+            lambda: self.commands.is_draining,
         )
         try:
             self._status = StatusServer(path, status.answers(), self.commands.by_name())

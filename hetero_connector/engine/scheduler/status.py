@@ -31,6 +31,7 @@ class EngineStatus:
         profile: MakeProfile,
         book: SessionBook,
         sources: TokenSources,
+        is_draining: Callable[[], bool],
     ) -> None:
         """`about`: what does not change while the engine runs; `profile`: what it has learned."""
         self._about = {**about, "started": time.time()}
@@ -39,6 +40,7 @@ class EngineStatus:
         self._profile = profile
         self._book = book
         self._sources = sources
+        self._is_draining = is_draining
 
     def answers(self) -> dict[str, Answer]:
         """Return what can be asked, by name."""
@@ -66,6 +68,10 @@ class EngineStatus:
             **self._begin(),
             "health": self._store.health()._asdict(),
             "tokens": self._sources.tokens(),
+            "activity": {
+                "draining": self._is_draining(),
+                "reading_bytes": {t.value: n for t, n in self._store.reading_bytes.items()},
+            },
             "tiers": [
                 {
                     "tier": x.tier.value,

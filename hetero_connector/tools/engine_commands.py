@@ -1,0 +1,214 @@
+"""The subcommands of `heterocache` that ask running engines, or tell them what to do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hetero_connector.errors import CommandError, HeteroCacheError
+from hetero_connector.tools.command import (
+    ENGINES,
+    EXIT_BAD,
+    EXIT_OK,
+    Json,
+    command,
+    complain,
+    note,
+)
+
+if TYPE_CHECKING:
+    from hetero_connector.tools.engines import RunningEngine
+
+_Engine = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Only engines of this model, process id or ssd_dir. Needed where several run.",
+    ),
+]
+_Salt = Annotated[str | None, typer.Option(help="The `cache_salt` of its requests.")]
+_Wait = Annotated[float, typer.Option(metavar="SECONDS", help="Wait so long for it at most.")]
+_Prompt = Annotated[
+    Path,
+    typer.Argument(metavar="PROMPT", help="A file with a JSON list of token ids, or with text."),
+]
+_NO_ENGINE = "no engine of this user runs on this machine with HeteroConnector"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the subcommands."""
+    for function, *examples in (
+        (status, "status", "status --json"),
+        (top, "top", "top --once"),
+        (clear, "clear --session agent-7", "clear --salt tenant-a", "clear --all --yes"),
+        (warm, "warm system-prompt.txt", "warm ids.json --keep 3600"),
+        (drain, "drain --wait 120", "drain --resume"),
+    ):
+        command(app, ENGINES, *examples)(function)
+
+
+def status(
+    engine: _Engine = None,
+    decisions: Annotated[int, typer.Option(min=0, help="Newest decisions to show.")] = 10,
+    as_json: Json = False,
+) -> int:
+    """Ask this user's running engines what they store and how they decided."""
+    from hetero_connector.tools import engines
+    from hetero_connector.tools.status import show
+
+    found = [x.status for x in engines.find(engine)]
+    if as_json:
+        print(json.dumps(found, indent=2))
+    elif found:
+        show(found, decisions)
+    if not found:
+        note(_NO_ENGINE)
+        return EXIT_BAD
+    return EXIT_OK
+
+
+def top(
+    engine: _Engine = None,
+    interval: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, help="Time between two looks.")
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+) -> int:
+    """Watch running engines: tokens by source, tiers, sessions and loads. Ctrl-C ends it."""
+    from hetero_connector.tools.live import watch
+
+    if not watch(engine, interval, once=once):
+        note(_NO_ENGINE)
+        return EXIT_BAD
+    return EXIT_OK
+
+
+def clear(
+    session: Annotated[
+        str | None, typer.Option(help="Forget this session, by its id or its digest in `top`.")
+    ] = None,
+    salt: Annotated[
+        str | None,
+        typer.Option(help="Forget all under this `cache_salt`; with --session: the session's."),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Forget everything stored.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before --all.")] = False,
+    engine: _Engine = None,
+    as_json: Json = False,
+) -> int:
+    """Make a running engine forget what it stores: all, a salt's or a session's."""
+    arguments: dict[str, Any] = {"session": session, "salt": salt, "all": everything}
+    if everything == (session is not None or salt is not None):
+        return complain("say what to clear: --session (with its --salt), --salt, or --all alone")
+
+    def is_sure(engines: Sequence[RunningEngine]) -> bool:
+        return not everything or yes or _confirm([x.title for x in engines])
+
+    def told(answer: Mapping[str, Any]) -> tuple[bool, str]:
+        kept = answer.get("kept", True)
+        what = "everything" if everything else f"{answer['chunks']:,} chunks"
+        text = f"forgot {what}"
+        if not kept:
+            text += "; the disk did not take it: the next engine would find what is on it"
+        if not answer["pages"]:
+            text += "; requests that run keep the pages of vLLM's own prefix cache"
+        return kept, text
+
+    return _carry_out(engine, {"do": "clear", **arguments}, told, as_json, is_sure=is_sure)
+
+
+def warm(
+    prompt: _Prompt,
+    salt: _Salt = None,
+    keep: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Expect its next use within this time.")
+    ] = 600.0,
+    wait: _Wait = 20.0,
+    engine: _Engine = None,
+    as_json: Json = False,
+) -> int:
+    """Bring what a running engine stores of a prompt from SSD to DRAM."""
+    from hetero_connector.engine.scheduler.commands import pack_tokens
+    from hetero_connector.tools import explanation
+
+    def encoded(engines: Sequence[RunningEngine]) -> dict[str, Any]:
+        model = engines[0].status["engine"]["model"]
+        tokens = explanation.read_tokens(prompt, lambda: explanation.load_tokenizer(model))
+        return {"tokens": pack_tokens(tokens)}
+
+    def told(answer: Mapping[str, Any]) -> tuple[bool, str]:
+        stored, in_dram = answer["stored_tokens"], answer["dram_tokens"]
+        text = f"{stored:,} of {answer['tokens']:,} tokens are stored, {in_dram:,} of them in DRAM"
+        return 0 < stored == in_dram, text
+
+    order = {"do": "warm", "salt": salt, "keep_s": keep, "wait_s": wait}
+    return _carry_out(engine, order, told, as_json, wait_s=wait, encoded=encoded)
+
+
+def drain(
+    resume: Annotated[bool, typer.Option("--resume", help="Store again.")] = False,
+    wait: _Wait = 60.0,
+    engine: _Engine = None,
+    as_json: Json = False,
+) -> int:
+    """Make a running engine store nothing new, and write to SSD what is in DRAM."""
+
+    def told(answer: Mapping[str, Any]) -> tuple[bool, str]:
+        if not answer["draining"]:
+            return True, "stores again"
+        if answer["written"]:
+            return True, "stores nothing new; all that it stored is on SSD"
+        return False, f"stores nothing new; not all was written within {wait:g} s: repeat it"
+
+    order = {"do": "drain", "resume": resume, "wait_s": wait}
+    return _carry_out(engine, order, told, as_json, wait_s=wait)
+
+
+def _carry_out(
+    name: str | None,
+    order: Mapping[str, Any],
+    told: Callable[[Mapping[str, Any]], tuple[bool, str]],
+    as_json: bool,
+    *,
+    wait_s: float = 0.0,
+    is_sure: Callable[[Sequence[RunningEngine]], bool] = lambda engines: True,
+    encoded: Callable[[Sequence[RunningEngine]], Mapping[str, Any]] = lambda engines: {},
+) -> int:
+    """Have the engines of this name do something, and print what came of it.
+
+    `told` returns whether an answer is good, and its text. `encoded` returns arguments that depend
+    on the engines.
+    """
+    from hetero_connector.tools import engines
+
+    try:
+        chosen = engines.choose(name)
+        if not is_sure(chosen):
+            return complain("nothing was done")
+        order = {k: v for k, v in {**order, **encoded(chosen)}.items() if v is not None}
+    except (HeteroCacheError, ValueError) as error:
+        return complain(error)
+    answers = engines.do(chosen, order, wait_s)
+    code = EXIT_OK
+    for engine, answer in zip(chosen, answers, strict=True):
+        is_good, text = (False, answer["error"]) if "error" in answer else told(answer)
+        if not is_good:
+            code = EXIT_BAD
+        if not as_json or "error" in answer:
+            print(f"{engine.title}: {text}", file=sys.stderr if "error" in answer else sys.stdout)
+    if as_json:
+        about = ({"engine": x.status["engine"]["engine"]} for x in chosen)
+        print(json.dumps([{**x, **y} for x, y in zip(about, answers, strict=True)], indent=2))
+    return code
+
+
+def _confirm(titles: Sequence[str]) -> bool:
+    """Ask the user. Raises CommandError if there is none to ask."""
+    if not sys.stdin.isatty():
+        raise CommandError("this forgets everything stored: add --yes if you mean it")
+    return typer.confirm(f"Forget everything that is stored by {', '.join(titles)}?", err=True)

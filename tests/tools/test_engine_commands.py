@@ -1,0 +1,270 @@
+"""`heterocache status|top|clear|warm|drain` at engines whose scheduler side and store are real."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hetero_connector.artifacts.record import Tier
+from hetero_connector.engine.scheduler.status_socket import short_address
+from hetero_connector.engine.startup import rendezvous
+from hetero_connector.tools import cli, live
+from tests.engine.fakes import FakeRequest
+from tests.engine.socket_engine import SocketEngine
+from tests.engine.stepped import tokens
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/admin.md"
+
+Start = Callable[..., SocketEngine]
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder where engines are found."""
+    path = tmp_path / "sockets"
+    path.mkdir()
+    monkeypatch.setattr(rendezvous, "_directory", lambda: path)
+    return path
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    engines: list[SocketEngine] = []
+
+    def start(*arguments: object, **options: object) -> SocketEngine:
+        engines.append(SocketEngine(*arguments, **options))  # type: ignore[arg-type]
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*argv: object) -> tuple[int, str, str]:
+        code = cli.main([str(a) for a in argv])
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return run
+
+
+def turn(name: str, count: int = 256, seed: int = 0, **request: object) -> FakeRequest:
+    return FakeRequest(name, tokens(count, seed), **request)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "command", [["clear", "--all", "--yes"], ["warm", "ids.json"], ["drain"], ["top"], ["status"]]
+)
+def test_without_an_engine_it_says_so(run: Run, command: list[str]) -> None:
+    code, out, err = run(*command)
+    assert code == (1 if command[0] in ("top", "status") else 2)
+    assert out == ""
+    assert "no engine of this user runs" in err
+
+
+def test_a_session_a_salt_and_everything_are_cleared(start: Start, run: Run) -> None:
+    engine = start()
+    mine, salted, plain = turn("1", session_id="s"), turn("2", cache_salt="t"), turn("3", seed=9)
+    for request in (mine, salted, plain):
+        engine.run(request)
+    code, out, _ = run("clear", "--session", "s")
+    assert code == 0
+    assert "m (pid 4711): forgot 4 chunks" in out
+    assert (engine.stored(mine), engine.stored(salted), engine.stored(plain)) == (0, 256, 256)
+    code, out, _ = run("clear", "--salt", "t", "--json")
+    assert code == 0
+    assert json.loads(out)[0]["cleared"] == "salt"
+    assert (engine.stored(salted), engine.stored(plain)) == (0, 256)
+    code, out, _ = run("clear", "--all", "--yes")
+    assert (code, engine.stored(plain)) == (0, 0)
+    assert "forgot everything" in out
+    code, _, err = run("clear", "--session", "s")
+    assert code == 1
+    assert "no such session" in err
+
+
+@pytest.mark.parametrize("answer", [None, "n", "y"])
+def test_clearing_everything_asks_first(
+    start: Start, run: Run, monkeypatch: pytest.MonkeyPatch, answer: str | None
+) -> None:
+    engine = start()
+    request = turn("1")
+    engine.run(request)
+    stdin = io.StringIO(f"{answer or ''}\n")
+    monkeypatch.setattr("sys.stdin", stdin)
+    monkeypatch.setattr(stdin, "isatty", lambda: answer is not None)
+    code, _, err = run("clear", "--all")
+    assert code == (0 if answer == "y" else 2)
+    assert engine.stored(request) == (0 if answer == "y" else 256)
+    assert ("--yes" if answer is None else "Forget everything that is stored by m (pid") in err
+
+
+@pytest.mark.parametrize("words", [[], ["--all", "--salt", "x"], ["--all", "--session", "x"]])
+def test_what_to_clear_must_be_clear(start: Start, run: Run, words: list[str]) -> None:
+    start()
+    code, _, err = run("clear", *words)
+    assert code == 2
+    assert "--session" in err
+
+
+def test_a_prompt_is_staged_in_dram(start: Start, run: Run, tmp_path: Path) -> None:
+    engine = start(ssd_dir=tmp_path / "ssd", ssd_bytes=1 << 22)
+    request = turn("1")
+    engine.run(request)
+    engine.leave_to_ssd()
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps(request.all_token_ids))
+    code, out, _ = run("warm", ids)
+    assert code == 0
+    assert "256 of 256 tokens are stored, 256 of them in DRAM" in out
+    occupancy = {x.tier: sum(x.artifacts.values()) for x in engine.engine.store.occupancy()}
+    assert occupancy[Tier.DRAM] >= 5, "four chunks and their checkpoint"
+    ids.write_text("[5, 6, 7]")
+    code, out, _ = run("warm", ids)
+    assert code == 1
+    assert "0 of 3 tokens are stored" in out
+    ids.write_text("[-5]")
+    code, _, err = run("warm", ids)
+    assert code == 2
+    assert "token ids must be integers" in err
+    code, _, err = run("warm", tmp_path / "missing")
+    assert code == 2
+    assert "missing" in err
+
+
+def test_a_drained_engine_stores_nothing_until_it_resumes(
+    start: Start, run: Run, tmp_path: Path
+) -> None:
+    engine = start(ssd_dir=tmp_path / "ssd", ssd_bytes=1 << 22)
+    engine.run(turn("1"))
+    assert run("drain")[:2] == (
+        0,
+        "m (pid 4711): stores nothing new; all that it stored is on SSD\n",
+    )
+    assert "draining" in run("top", "--once", "--interval", 0.1)[1]
+    later = turn("2", seed=3)
+    engine.run(later)
+    assert engine.stored(later) == 0
+    code, out, _ = run("drain", "--resume")
+    assert (code, out) == (0, "m (pid 4711): stores again\n")
+    again = turn("4", seed=3)
+    engine.run(again)
+    assert engine.stored(again) == 256
+
+
+def test_an_engine_that_refuses_says_why(start: Start, run: Run) -> None:
+    start()
+    code, out, err = run("drain")
+    assert (code, out) == (1, "")
+    assert "no ssd_dir" in err
+
+
+def test_one_of_several_engines_is_chosen(start: Start, run: Run, tmp_path: Path) -> None:
+    one = start("one", "models/one", ssd_dir=tmp_path / "ssd", ssd_bytes=1 << 22)
+    two = start("two", "models/two")
+    request = turn("1")
+    for engine in (one, two):
+        engine.run(turn("1"))
+    code, _, err = run("clear", "--all", "--yes")
+    assert code == 2
+    assert "--engine" in err
+    assert "models/one (pid 4711); models/two (pid 4711)" in err
+    code, _, err = run("clear", "--all", "--yes", "--engine", "three")
+    assert code == 2
+    assert "'three'" in err
+    assert one.stored(request) == two.stored(request) == 256
+    assert run("clear", "--all", "--yes", "--engine", "two")[0] == 0
+    assert (one.stored(request), two.stored(request)) == (256, 0)
+    assert run("clear", "--all", "--yes", "--engine", tmp_path / "ssd")[0] == 0
+    assert one.stored(request) == 0
+    code, out, _ = run("clear", "--all", "--yes", "--engine", "4711", "--json")
+    assert code == 0
+    assert [x["engine"] for x in json.loads(out)] == ["one", "two"]
+    assert len(json.loads(run("status", "--json", "--engine", "models/two")[1])) == 1
+
+
+def test_top_shows_rates_tiers_and_sessions_in_80_columns(start: Start, tmp_path: Path) -> None:
+    engine = start("e", "a-model-with-a-long-name/" * 4, ssd_dir=tmp_path, ssd_bytes=1 << 22)
+    for number in range(12):
+        engine.run(turn(f"{number}", seed=number, session_id=f"{number}"))
+    before = live._look(None)
+    engine.run(turn("again", seed=3, session_id="3"))
+    console = Console(width=80, record=True, file=io.StringIO())
+    after = live._look(None)
+    console.print(live.draw(before, after))
+    shown = console.export_text().splitlines()
+    assert max(map(len, shown)) <= 80
+    text = "\n".join(shown)
+    rates = {}
+    for source in ("engine cache", "dram", "computed"):
+        found = re.search(rf"^ *{source} +([\d,]+) .* ([\d,]+) *$", text, re.MULTILINE)
+        assert found is not None
+        rates[source] = (int(found[1].replace(",", "")), found[2])
+    assert "healthy, no load waits" in text
+    assert rates["engine cache"] == (0, "0")
+    assert rates["dram"][1] == "192"
+    assert rates["computed"][1] == "3,136"
+    assert rates["dram"][0] == pytest.approx(3 * rates["computed"][0], rel=0.01), "192 and 64"
+    assert "sessions: 0 running of the newest 12" in text
+    assert sum("idle" in line for line in shown) == 8
+    assert text.count("capacity") == 1
+
+
+def test_top_ends_after_one_look(start: Start, run: Run) -> None:
+    start()
+    code, out, _ = run("top", "--once", "--interval", 0.1)
+    assert code == 0
+    assert "m (pid 4711)" in out
+    assert "\x1b" not in out, "it is no terminal"
+
+
+def test_an_engine_that_hangs_is_named_and_the_others_serve(
+    start: Start, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hetero_connector.tools import engines
+
+    engine = start()
+    engine.run(turn("1"))
+    asked = engines.ask
+    monkeypatch.setattr(engines, "ask", lambda path, what, timeout_s=0.2: asked(path, what, 0.2))
+    hanging = rendezvous.status_path("hanging")
+    with socket.socket(socket.AF_UNIX) as listener:
+        with short_address(hanging) as address:
+            listener.bind(address)
+        listener.listen()
+        code, out, err = run("status")
+    assert code == 0
+    assert "pid 4711" in out
+    assert f"{hanging} hangs" in err
+
+
+def test_the_guides_commands_do_what_it_says(
+    start: Start, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(ssd_dir=tmp_path / "ssd", ssd_bytes=1 << 22)
+    monkeypatch.chdir(tmp_path)
+    engine.run(turn("1", session_id="agent-7"))
+    engine.run(turn("2", session_id="agent-7", cache_salt="tenant-a"))
+    prompt = turn("3", seed=3, cache_salt="tenant-a")
+    engine.run(prompt)
+    (tmp_path / "ids.json").write_text(json.dumps(prompt.all_token_ids))
+    (tmp_path / "prompt.txt").write_text("[1, 2, 3]")  # text needs a tokenizer, which "m" has not
+    blocks = re.findall(r"^```bash\n(.*?)^```$", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines() if "heterocache" in line]
+    warming = [line for line in lines if " warm " in line]
+    others = [line for line in lines if line not in warming]
+    for line in [*warming, *others]:
+        code, _, err = run(*shlex.split(line)[1:])
+        assert code == ("prompt.txt" in line), f"{line}: {err}"
+    assert [engine.stored(x) for x in (prompt, turn("1"))] == [0, 0]
