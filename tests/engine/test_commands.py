@@ -130,7 +130,7 @@ def test_nothing_is_found_under_a_cleared_salt_and_other_salts_keep_theirs(
     start: Start, tmp_path: Path
 ) -> None:
     engine = start()
-    engine.side._salts = engine.side.commands._salts = ClearedSalts(tmp_path / "cleared.json")
+    engine.side.commands.salts = ClearedSalts(tmp_path / "cleared.json")
     mine, other, plain = turn("m", cache_salt="m"), turn("o", cache_salt="o"), turn("p")
     for request in (mine, other, plain):
         engine.run(request)

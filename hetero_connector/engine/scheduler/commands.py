@@ -15,7 +15,9 @@ from typing import Any, Protocol
 
 from hetero_connector.artifacts.chain import RequestChain
 from hetero_connector.artifacts.record import ROOT, ChunkKey, StoredChunk, Tier
+from hetero_connector.engine.scheduler.chain_root import ChainRoot
 from hetero_connector.engine.scheduler.cleared_salts import ClearedSalts
+from hetero_connector.engine.scheduler.request_identifier import salt_keys
 from hetero_connector.engine.scheduler.session_book import (
     SessionBook,
     SessionRecord,
@@ -44,6 +46,9 @@ _POLL_S = 0.02
 class Engine(Protocol):
     """The scheduler side, as commands use it. Belongs to the scheduler's thread."""
 
+    root: ChainRoot
+    """Any thread may read its hasher."""
+
     def reset(self) -> bool:
         """Forget everything stored."""
         ...
@@ -64,18 +69,15 @@ class Commands:
         self,
         engine: Engine,
         store: ArtifactStore,
-        steps: StepCalls,
         book: SessionBook,
-        salts: ClearedSalts,
-        new_chain: Callable[[str | None], RequestChain],
+        request_step: Callable[[], None],
     ) -> None:
-        """`new_chain` returns the empty chain of a prompt with that salt, under today's root."""
+        """`request_step`: as for `StepCalls`. Raises StoreError; see `ClearedSalts`."""
         self._engine = engine
         self._store = store
-        self._steps = steps
         self._book = book
-        self._salts = salts
-        self._new_chain = new_chain
+        self.steps = StepCalls(request_step)
+        self.salts = ClearedSalts.in_folder(store.folder)
         self.is_draining = False
         """True if nothing new is to be stored. Read by the scheduler's thread."""
 
@@ -100,7 +102,7 @@ class Commands:
             return self._clear_session(session, salt)
         if salt is not None:
             return self._clear_salt(salt)
-        return self._steps.call(self._clear_all, _STEP_S)
+        return self.steps.call(self._clear_all, _STEP_S)
 
     def warm(self, arguments: Arguments) -> Result:
         """Stage what is stored of a prompt in DRAM, and wait for it."""
@@ -142,6 +144,10 @@ class Commands:
             return {"draining": False}
         return {"draining": True, "written": self._store.flush(wait_s)}
 
+    def _new_chain(self, salt: str | None) -> RequestChain:
+        """Return the empty chain of a prompt that is token ids alone, under today's root."""
+        return RequestChain(self._engine.root.hasher, salt_keys(salt, self.salts.count))
+
     def _clear_all(self) -> Result:
         self._book.clear()
         is_kept = self._engine.reset()
@@ -149,13 +155,13 @@ class Commands:
 
     def _clear_salt(self, salt: str) -> Result:
         tenant = tenant_of(salt)
-        self._salts.raise_count(salt)  # from now on nothing from before is found
+        self.salts.raise_count(salt)  # from now on nothing from before is found
 
         def rename() -> bool:
             self._engine.on_salt_cleared(salt)
             return self._engine.reset_pages()
 
-        pages = self._steps.call(rename, _STEP_S)
+        pages = self.steps.call(rename, _STEP_S)
         chunks = sum(
             self._forget(session, record.leaves)
             for session, record in self._book.newest()
@@ -168,7 +174,7 @@ class Commands:
         if record.ended is None:
             raise CommandError("a turn of the session is running: clear it afterwards")
         chunks = self._forget(known, record.leaves)
-        pages = self._steps.call(self._engine.reset_pages, _STEP_S)
+        pages = self.steps.call(self._engine.reset_pages, _STEP_S)
         return {"cleared": "session", "chunks": chunks, "pages": pages}
 
     def _find_session(self, session: str, salt: str | None) -> tuple[Hashable, SessionRecord]:

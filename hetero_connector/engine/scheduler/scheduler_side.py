@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from hetero_connector.artifacts.chain import ChainHasher, RequestChain
+from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.hook_errors import HookErrors
@@ -29,7 +29,6 @@ from hetero_connector.engine.scheduler.block_tables import (
     recurrent_states,
 )
 from hetero_connector.engine.scheduler.chain_root import ChainRoot
-from hetero_connector.engine.scheduler.cleared_salts import ClearedSalts
 from hetero_connector.engine.scheduler.commands import Commands
 from hetero_connector.engine.scheduler.cost_learner import CostLearner
 from hetero_connector.engine.scheduler.early_saves import EarlySaves
@@ -42,7 +41,6 @@ from hetero_connector.engine.scheduler.replays import Replays, can_hide
 from hetero_connector.engine.scheduler.request_identifier import (
     RequestIdentifier,
     UnidentifiedReason,
-    salt_keys,
 )
 from hetero_connector.engine.scheduler.request_queue import RequestQueue
 from hetero_connector.engine.scheduler.request_report import RequestReport, is_report_wanted
@@ -54,7 +52,6 @@ from hetero_connector.engine.scheduler.sessions import Mode as PrefetchMode
 from hetero_connector.engine.scheduler.sessions import Sessions
 from hetero_connector.engine.scheduler.status import EngineStatus, MakeProfile
 from hetero_connector.engine.scheduler.status_socket import StatusServer
-from hetero_connector.engine.scheduler.step_calls import StepCalls
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoints import CheckpointPolicy
 from hetero_connector.planner.plan import WindowReplay
@@ -175,11 +172,7 @@ class SchedulerSide:
             num_ranks,
         )
         self.idle_steps = IdleSteps(self._has_news)
-        self._salts = ClearedSalts.in_folder(store.folder)
-        self._calls = StepCalls(self.idle_steps.request_step)
-        self.commands = Commands(
-            self, store, self._calls, self._sessions.book, self._salts, self._new_chain
-        )
+        self.commands = Commands(self, store, self._sessions.book, self.idle_steps.request_step)
         self._status: StatusServer | None = None
         self._keeper: LearnedKeeper | None = None
         self._early = EarlySaves(self._saver, recorder, layout.model)
@@ -265,7 +258,7 @@ class SchedulerSide:
             self.root.adopt_fleet_reset()
         except Exception as error:  # the loads that vLLM counts on are ordered already
             self._errors.count("build_connector_meta", error)
-        self._calls.run()  # the loads are ordered: a command cannot drop what vLLM counts on
+        self.commands.steps.run()  # a command cannot drop loads that vLLM counts on: they are ordered
         self._yield_if_idle(output, meta)
         return meta
 
@@ -358,7 +351,7 @@ class SchedulerSide:
     def has_work(self) -> bool:
         """True while the engine must step: a worker's report is to arrive, or news to leave."""
         has_backlog = self._events is not None and self._events.has_backlog
-        is_due = self.idle_steps.is_due or has_backlog or self._calls.has_any
+        is_due = self.idle_steps.is_due or has_backlog or self.commands.steps.has_any
         return self._saver.awaits_reports or bool(self._early) or is_due
 
     def serve_status(self, path: Path, about: Mapping[str, Any], profile: MakeProfile) -> None:
@@ -392,7 +385,7 @@ class SchedulerSide:
         """
         self._broken = True
         self.idle_steps.close()
-        self._calls.close()
+        self.commands.steps.close()
         if self._status is not None:
             self._status.close()
         if self._keeper is not None:
@@ -413,10 +406,6 @@ class SchedulerSide:
             self._saver.forget(tracker)
             tracker.change_root(hasher)
         self._queue.requeue_waiting(trackers)
-
-    def _new_chain(self, salt: str | None) -> RequestChain:
-        """Return the empty chain of a prompt that is token ids alone. Any thread may ask."""
-        return RequestChain(self.root.hasher, salt_keys(salt, self._salts.count))
 
     def _report(self, request: Request, tracker: RequestTracker | None) -> RequestReport | None:
         """Return the report of a request that ends, if its client asked for one."""
@@ -473,7 +462,7 @@ class SchedulerSide:
         identity = self.identifier.identify(request)
         if isinstance(identity, UnidentifiedReason):
             return identity
-        tracker = RequestTracker.of(request, self.root.hasher, identity, self._salts.count)
+        tracker = RequestTracker.of(request, self.root.hasher, identity, self.commands.salts.count)
         self._trackers[request.request_id] = tracker
         self.predictions.on_asked(tracker)
         self._queue.enqueue(tracker)
