@@ -86,6 +86,9 @@ _COUNTERS = {
     "heterocache_hook_errors": Metric(
         "Unexpected errors in the connector's hooks; each one is a cache miss.", ("hook",)
     ),
+    "heterocache_reports_dropped": Metric(
+        "Reports of requests that were not logged or traced, because too many waited."
+    ),
     # Prefetch
     "heterocache_prefetches": Metric(
         "Sessions that were expected back, by the outcome of their prefetch.", ("outcome",)

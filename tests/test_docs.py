@@ -295,6 +295,8 @@ def test_every_json_example_is_one_that_is_accepted(example: Example) -> None:
     value = json.loads(example.text)
     if "kv_connector" in value:
         check_transfer_config(value)
+    elif "loggers" in value:
+        assert "vllm" in value["loggers"]  # test_tracing.py starts a server with it
     elif "kv_transfer_params" in value:
         check_request(value["kv_transfer_params"])
     else:

@@ -24,6 +24,10 @@ ONLY_IN = {
     "nixl": ("hetero_connector/transfer/",),
     "redis": ("ownership/directory/redis/",),
     "fastapi": ("hetero_connector/engine/api/",),
+    "opentelemetry": (
+        "hetero_connector/engine/api/server_spans.py",
+        "hetero_connector/engine/scheduler/spans.py",
+    ),
     "starlette": ("hetero_connector/engine/api/",),
     "torch": ("hetero_connector/engine/", "hetero_connector/connector.py"),
 }
@@ -82,6 +86,14 @@ def test_only_the_command_line_and_the_simulator_draw_on_a_terminal() -> None:
     for path in SOURCES:
         if not relative(path).startswith(("hetero_connector/tools/", "ownership/simulator/")):
             assert not {"typer", "rich"} & {x.split(".")[0] for x in imports(path)}, path
+
+
+def test_spans_are_not_loaded_by_an_engine_that_makes_none() -> None:
+    path = PACKAGE / "engine/scheduler/spans.py"
+    at_the_top = [x for x in ast.parse(path.read_text()).body if isinstance(x, ast.ImportFrom)]
+    assert not any((x.module or "").startswith("opentelemetry") for x in at_the_top)
+    users = [x for x in SOURCES if "hetero_connector.engine.api.server_spans" in imports(x)]
+    assert [relative(x) for x in users] == ["hetero_connector/engine/api/plugin.py"]
 
 
 def test_the_two_sides_of_the_connector_share_only_messages() -> None:

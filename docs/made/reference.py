@@ -208,8 +208,8 @@ different salts share nothing.
 
 ## A report of the request
 
-With `{{"heterocache": {{"report": true}}}}` the answer's `kv_transfer_params` say what was restored,
-from where, and why not more.
+With `{{"heterocache": {{"report": true}}}}` the answer's `kv_transfer_params` say what was
+restored, from where, and why not more.
 
 ```json
 {{

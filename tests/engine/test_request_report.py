@@ -221,7 +221,7 @@ def test_the_report_of_a_request_that_cannot_be_identified(engine_of: Engines) -
     engine = engine_of(DENSE)
     request = FakeRequest("b", tokens(200), resumable=True, kv_transfer_params=WANTED)
     assert engine.side.match(request, 0) == (0, False)
-    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    request.status, request.num_computed_tokens = RequestStatus.FINISHED_LENGTH_CAPPED, 200
     report = engine.side.on_finished(request, ([], [])).report
     assert (report.reason, report.finish) == (NothingRestored.UNIDENTIFIED, "length")
     assert (report.local_tokens, report.computed_tokens, report.prompt_tokens) == (None, None, 200)

@@ -27,10 +27,14 @@ class HeteroRoutes:
     """Any server is eligible, one for embeddings, too."""
 
     def attach_router(self, app: FastAPI) -> None:
-        """Register the routes."""
+        """Register the routes, and make spans of the server if it exports any."""
         from hetero_connector.engine.api.routes import make_router
 
         app.include_router(make_router())
+        if getattr(app.state, "args", None) and app.state.args.otlp_traces_endpoint:
+            from hetero_connector.engine.api.server_spans import ServerSpans
+
+            app.add_middleware(ServerSpans)
 
     async def init_state(
         self, engine_client: EngineClient | None, state: State, args: Namespace

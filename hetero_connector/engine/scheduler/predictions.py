@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from hetero_connector.artifacts.record import StoredChunk
+from hetero_connector.artifacts.record import StoredChunk, Tier
 from hetero_connector.containers import BoundedDict
 from hetero_connector.engine.scheduler.request_report import (
     NothingRestored,
     RequestReport,
-    unidentified,
+    untracked,
 )
 from hetero_connector.engine.scheduler.requests import PendingRestore, RequestTracker
 from hetero_connector.engine.scheduler.restore_counter import tokens_by_tier
@@ -38,6 +38,8 @@ class Admission(NamedTuple):
     restore: PendingRestore | None
     reason: NothingRestored | None
     """None if there is a restore, or if the decision has the reason."""
+    reads: Mapping[Tier, tuple[float, float]]
+    """Clock times at which the reads of the restore from each tier began and ended."""
 
 
 @dataclass(slots=True)
@@ -134,7 +136,8 @@ class Predictions:
         staging_s = (tracker.attempts.staged_s or 0.0) if tracker.attempts else 0.0
         restore = tracker.restore if restored else None
         reason = None if restore is not None else _reason_at_admission(tracker, stopped)
-        tracker.wait.admission = Admission(self._clock(), staging_s, restore, reason)
+        reads = {} if restore is None else restore.handle.tier_reads()
+        tracker.wait.admission = Admission(self._clock(), staging_s, restore, reason, reads)
 
     def on_progress(self, tracker: RequestTracker) -> None:
         """Record the metrics of a request if it has its first token.
@@ -156,10 +159,10 @@ class Predictions:
     def finish(self, request: Request, tracker: RequestTracker | None) -> RequestReport:
         """Return the report of a request that has ended, and keep it among the newest.
 
-        `tracker`: None if the request could not be identified.
+        `tracker`: None if it could not be identified, or ended before vLLM asked for it.
         """
         if tracker is None:
-            report = unidentified(request)
+            report = untracked(request)
         else:
             report = tracker.report or self._report(tracker, tracker.wait, None)
             report = report._replace(preemptions=tracker.preemptions)
@@ -223,7 +226,12 @@ class Predictions:
             predicted_s=decision.predicted.ttft_s if decision else None,
             computing_s=decision.nothing.ttft_s if decision else None,
             observed_s=None if first_token_s is None else first_token_s - wait.begun_s,
+            decided_s=wait.begun_s - asked_s if decision else None,
             staging_s=admission.staging_s if admission else 0.0,
+            read_s={
+                tier.value: (begun_s - asked_s, ended_s - asked_s)
+                for tier, (begun_s, ended_s) in (admission.reads if admission else {}).items()
+            },
             admitted_s=admission.admitted_s - asked_s if admission else None,
             loaded_s=None if loaded_s is None else loaded_s - asked_s,
             first_token_s=None if first_token_s is None else first_token_s - asked_s,

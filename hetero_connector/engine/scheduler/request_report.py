@@ -48,6 +48,16 @@ class NothingRestored(StrEnum):
     """The connector has stopped after a failed load, or is closed."""
 
 
+class Phase(NamedTuple):
+    """A part of a request's time, in seconds after the report's `time`."""
+
+    name: str
+    begin_s: float
+    end_s: float
+    within: str | None = None
+    """The phase that it is a part of."""
+
+
 class RequestReport(NamedTuple):
     """The decision for one request as made and as observed.
 
@@ -87,8 +97,12 @@ class RequestReport(NamedTuple):
     """The same without a restore, as predicted."""
     observed_s: float | None
     """The same, as observed; without a decision from `time`."""
+    decided_s: float | None
+    """The moment of the first decision; None without one."""
     staging_s: float
-    """Seconds until everything was in DRAM."""
+    """Seconds from the decision until everything was in DRAM."""
+    read_s: Mapping[str, tuple[float, float]]
+    """The moments at which reads from each tier began and ended, of those that the restore used."""
     admitted_s: float | None
     """The moment at which vLLM admitted it."""
     loaded_s: float | None
@@ -99,6 +113,30 @@ class RequestReport(NamedTuple):
     """vLLM's reason, such as `stop` or `length`."""
     output_tokens: int = 0
     preemptions: int = 0
+
+    def phases(self) -> list[Phase]:
+        """Return what the request went through, in order of time, without what took no time.
+
+        Loads of a request that is not parked, and prefill, are at the same time.
+        """
+        phases = [Phase("queue", -self.queued_s, 0.0)]
+        staged_s = 0.0
+        if self.decided_s is not None:
+            staged_s = self.decided_s + self.staging_s
+            phases.append(Phase("look up", 0.0, self.decided_s))
+            phases.append(Phase("stage", self.decided_s, staged_s))
+            phases += [Phase(f"read {tier}", *x, "stage") for tier, x in self.read_s.items()]
+        if self.admitted_s is not None:
+            phases.append(Phase("wait for pages", staged_s, self.admitted_s))
+            begin_s = self.admitted_s
+            if self.loaded_s is not None:
+                phases.append(Phase("load", self.admitted_s, self.loaded_s))
+                begin_s = self.loaded_s if self.is_parked else begin_s
+            if self.first_token_s is not None:
+                phases.append(Phase("prefill", begin_s, self.first_token_s))
+        if self.first_token_s is not None and self.finished_s is not None:
+            phases.append(Phase("decode", self.first_token_s, self.finished_s))
+        return [x for x in phases if x.end_s > x.begin_s]
 
     def ended(self, request: Request) -> RequestReport:
         """Return the report of the request, which has ended."""
@@ -112,11 +150,16 @@ class RequestReport(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         """Return plain values, which any encoder takes."""
         reason = None if self.reason is None else str(self.reason)
-        return {**self._asdict(), "restored_tokens": dict(self.restored_tokens), "reason": reason}
+        changed = {"restored_tokens": dict(self.restored_tokens), "read_s": dict(self.read_s)}
+        return {**self._asdict(), **changed, "reason": reason}
 
 
-def unidentified(request: Request) -> RequestReport:
-    """Return the report of a request that could not be identified: nothing is known of it."""
+def untracked(request: Request) -> RequestReport:
+    """Return the report of a request of which nothing is known.
+
+    It could not be identified, or ended before vLLM asked for it.
+    """
+    has_run = request.num_computed_tokens > 0
     return RequestReport(
         request_id=request.request_id,
         time=request.arrival_time,
@@ -130,12 +173,14 @@ def unidentified(request: Request) -> RequestReport:
         replayed_tokens=0,
         boundary=0,
         choice="compute",
-        reason=NothingRestored.UNIDENTIFIED,
+        reason=NothingRestored.UNIDENTIFIED if has_run else None,
         is_parked=False,
         predicted_s=None,
         computing_s=None,
         observed_s=None,
+        decided_s=None,
         staging_s=0.0,
+        read_s={},
         admitted_s=None,
         loaded_s=None,
         first_token_s=None,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -38,12 +38,12 @@ from hetero_connector.engine.scheduler.learned import LearnedKeeper
 from hetero_connector.engine.scheduler.peer_matcher import PeerMatcher
 from hetero_connector.engine.scheduler.predictions import Predictions
 from hetero_connector.engine.scheduler.replays import Replays, can_hide
+from hetero_connector.engine.scheduler.reports import Finished, Reports
 from hetero_connector.engine.scheduler.request_identifier import (
     RequestIdentifier,
     UnidentifiedReason,
 )
 from hetero_connector.engine.scheduler.request_queue import RequestQueue
-from hetero_connector.engine.scheduler.request_report import RequestReport, is_report_wanted
 from hetero_connector.engine.scheduler.requests import RequestTracker
 from hetero_connector.engine.scheduler.restore_counter import RestoreCounter, tokens_by_tier
 from hetero_connector.engine.scheduler.restorer import Restorer
@@ -87,15 +87,6 @@ class Policies:
     """None: no window is rebuilt by a replay."""
     think_times: ThinkTimes = field(default_factory=ThinkTimes)
     prefetch: PrefetchMode = "off"
-
-
-class Finished(NamedTuple):
-    """The result of a request's end."""
-
-    handoff_tokens: int
-    """Tokens that a decoder will find stored after a handoff; 0: none."""
-    report: RequestReport | None
-    """For the client, if it asked for one."""
 
 
 class SchedulerSide:
@@ -159,6 +150,7 @@ class SchedulerSide:
         self._trackers: dict[str, RequestTracker] = {}
         self._queue = RequestQueue()
         self._errors = HookErrors(recorder)
+        self.reports = Reports(self.predictions, recorder, self._errors)
         self._replays = Replays(layout.model, policies.window_replay, self._restorer)
         self._counter = RestoreCounter(layout, recorder, clock)
         self._admissions = Admissions(
@@ -312,10 +304,10 @@ class SchedulerSide:
         self.identifier.forget(request.request_id)
         tracker = self._trackers.pop(request.request_id, None)
         if tracker is None:
-            return Finished(0, self._report(request, None))
+            return Finished(0, self.reports.on_finished(request, None))
         self._queue.remove(request.request_id)
         self.predictions.on_progress(tracker)
-        report = self._report(request, tracker)
+        report = self.reports.on_finished(request, tracker)
         self._admissions.forget(tracker)
         # Without a step since its admission, a load may still fill its pages: this connector's, or
         # that of another one in a MultiConnector.
@@ -390,6 +382,7 @@ class SchedulerSide:
             self._status.close()
         if self._keeper is not None:
             self._keeper.close()
+        self.reports.close()
         self.identifier.close()
         self._peers.close()
         self.store.close()
@@ -406,16 +399,6 @@ class SchedulerSide:
             self._saver.forget(tracker)
             tracker.change_root(hasher)
         self._queue.requeue_waiting(trackers)
-
-    def _report(self, request: Request, tracker: RequestTracker | None) -> RequestReport | None:
-        """Return the report of a request that ends, if its client asked for one."""
-        if not is_report_wanted(request):
-            return None
-        try:
-            return self.predictions.finish(request, tracker)
-        except Exception as error:  # its end is saved all the same
-            self._errors.count("report", error)
-            return None
 
     def _has_outdated_requests(self) -> bool:
         return any(tracker.outdated for tracker in self._trackers.values())

@@ -26,6 +26,7 @@ from hetero_connector.engine.scheduler.learned import LearnedKeeper, recall
 from hetero_connector.engine.scheduler.media import media_ids
 from hetero_connector.engine.scheduler.request_identifier import RequestIdentifier
 from hetero_connector.engine.scheduler.scheduler_side import Policies, SchedulerSide
+from hetero_connector.engine.scheduler.spans import SpanWriter
 from hetero_connector.engine.startup import engine_identity, rendezvous, replay_support
 from hetero_connector.engine.startup.dram_tier import bytes_of_prompt, tokens_in, with_dram
 from hetero_connector.engine.startup.geometry import merge_stages, model_spec
@@ -228,6 +229,9 @@ def open_scheduler_side(
         | {"costs_from": "a guess" if profile is None else profile.origin},
         lambda: CostProfile.of(planner.costs, name, subject),
     )
+    endpoint = vllm_config.observability_config.otlp_traces_endpoint
+    if endpoint is not None:
+        side.reports.spans = SpanWriter.open(endpoint)
     if learned_file is not None:
         side.keep_learned(LearnedKeeper(learned_file, partial(learned, policies, name, subject)))
     return side

@@ -89,6 +89,12 @@ class Restore:
         """Artifacts that did not arrive, and why."""
         return self._failed
 
+    def tier_reads(self) -> Mapping[Tier, tuple[float, float]]:
+        """Return when the reads from each tier began and ended, as far as they have ended."""
+        return {
+            tier: (self._timer.started_s, ended_s) for tier, ended_s in self._timer.ended_s.items()
+        }
+
     def release(self) -> None:
         """Count the uses and drop the pins: the artifacts have been copied. Idempotent."""
         if not self._ended:
@@ -323,6 +329,8 @@ class StagingTimer:
         self.started_s = started_s
         self._ahead_bytes = dict(ahead_bytes)
         self._reads: dict[Tier, _Reads] = {}
+        self.ended_s: dict[Tier, float] = {}
+        """The time at which the last read from each tier ended."""
 
     def add(self, tier: Tier, state_type: StateType, size_bytes: int) -> None:
         """Add a read that the restore began."""
@@ -344,7 +352,10 @@ class StagingTimer:
             reads.arrived_bytes += size_bytes
         elif tier is Tier.PEER:  # it has its own deadline, and the other peers are not it
             reads.is_representative = False
-        return None if reads.left else self._timing(tier, now_s)
+        if reads.left:
+            return None
+        self.ended_s[tier] = now_s
+        return self._timing(tier, now_s)
 
     def give_up(self, now_s: float) -> list[ReadTiming]:
         """Wait no longer; return a timing of each tier that has not ended."""
