@@ -39,6 +39,7 @@ from hetero_connector.store.garbage import Freezer
 from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.peers.ports import PeerAccess, PeerPort
 from hetero_connector.store.peers.sharing import Sharing
+from hetero_connector.store.scrubber import Scrubber
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.generation_file import GenerationKeeper
 from hetero_connector.store.ssd.journal_connection import Connect, connect
@@ -80,6 +81,8 @@ class ArtifactStore:
         """None where nothing but DRAM is read and written."""
         self._is_closed = False
         self._freezer = Freezer(catalog.tiers.index)
+        self.scrubber = Scrubber(catalog, arena, folder)
+        """Checks what is stored, when it is told to."""
 
     @classmethod
     def open(
@@ -355,6 +358,7 @@ class ArtifactStore:
             return
         self._is_closed = True
         self._freezer.stop()
+        self.scrubber.close()
         if self.sharing is not None:
             self.sharing.serve_under(0)
         io_thread, self.io_thread = self.io_thread, None

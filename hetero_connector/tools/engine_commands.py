@@ -48,6 +48,7 @@ def register(app: typer.Typer) -> None:
         (clear, "clear --session agent-7", "clear --salt tenant-a", "clear --all --yes"),
         (warm, "warm system-prompt.txt", "warm ids.json --keep 3600"),
         (drain, "drain --wait 120", "drain --resume"),
+        (scrub, "scrub", "scrub --rate 500", "scrub --stop"),
     ):
         command(app, ENGINES, *examples)(function)
 
@@ -167,6 +168,28 @@ def drain(
 
     order = {"do": "drain", "resume": resume, "wait_s": wait}
     return _carry_out(engine, order, told, as_json, wait_s=wait)
+
+
+def scrub(
+    rate: Annotated[
+        float, typer.Option(metavar="MIB_PER_S", help="Read so much in a second at most.")
+    ] = 64.0,
+    stop: Annotated[bool, typer.Option("--stop", help="End the scrub that runs.")] = False,
+    engine: _Engine = None,
+    as_json: Json = False,
+) -> int:
+    """Make a running engine check all that it stores. `top` shows how far it is."""
+
+    def told(answer: Mapping[str, Any]) -> tuple[bool, str]:
+        progress = answer["scrub"]
+        if progress is None:
+            return True, "nothing was scrubbed yet"
+        return True, f"{progress['state']}: {progress_text(progress)}"
+
+    from hetero_connector.tools.status import progress_text
+
+    order = {"do": "scrub", "mib_per_s": None if stop else rate, "stop": stop}
+    return _carry_out(engine, order, told, as_json)
 
 
 def _carry_out(

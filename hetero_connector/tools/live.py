@@ -15,7 +15,7 @@ from rich.text import Text
 
 from hetero_connector.engine.scheduler.status_socket import ask
 from hetero_connector.tools.engines import Status, find
-from hetero_connector.tools.status import broken_parts
+from hetero_connector.tools.status import broken_parts, progress_text
 from hetero_connector.units import size_text
 
 _SESSIONS = 8
@@ -76,6 +76,9 @@ def _engine(before: Look, after: Look) -> list[RenderableType]:
     state = f"not working: {', '.join(broken)}" if broken else "healthy"
     if status["activity"]["draining"]:
         state += ", draining"
+    scrub = status["activity"]["scrub"]
+    if scrub is not None and scrub["state"] == "running":
+        state += f", scrubbing: {progress_text(scrub)}"
     heading = Text(after.title, "bold", no_wrap=True, overflow="ellipsis")
     return [
         heading,

@@ -42,6 +42,13 @@ _WORKING = ("io_alive", "ssd_writable", "ssd_readable")
 """Parts of the health that are true while all is well."""
 
 
+def progress_text(progress: Mapping[str, Any]) -> str:
+    """Return how far a scrub is."""
+    share = progress["chunks_checked"] / progress["chunks"] if progress["chunks"] else 1.0
+    text = f"{share:.0%} of {progress['chunks']:,} chunks checked, {progress['damaged']:,} damaged"
+    return f"{text}; {progress['reason']}" if progress["reason"] else text
+
+
 def _tiers(tiers: Sequence[Mapping[str, Any]]) -> Table:
     table = Table("tier", "state", "artifacts", "stored", "capacity", box=None)
     for tier in tiers:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import numpy as np
 
 from hetero_connector.errors import StoreError, StoreInUseError, TransferError
 from hetero_connector.store.catalog.slot_geometry import SlotGeometry
 from hetero_connector.store.ssd.directory_lock import DirectoryLock, holder, is_locked
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_format import JournalRow
-from hetero_connector.store.ssd.space import JOURNAL_NAME, LOCK_NAME, SLAB_NAME
-from hetero_connector.transfer.base import BLOCK_BYTES, open_direct
+from hetero_connector.store.ssd.slab_reader import SlabReader
+from hetero_connector.store.ssd.space import JOURNAL_NAME, LOCK_NAME
 from hetero_connector.transfer.checksum import checksum
 
 Progress = Callable[[list[JournalRow]], Iterable[JournalRow]]
@@ -62,11 +58,11 @@ def verify_model(path: Path, repair: bool = False, progress: Progress = iter) ->
                 report.bad.append(_bad(chunk, name, "its journal row is malformed"))
             geometry = journal.meta.geometry
             rows = sorted(journal.load(), key=lambda r: geometry.offset(r.state_type, r.slot))
-            with _Slab(path, geometry) as slab:
+            with SlabReader(path, max(geometry.stride_bytes.values())) as slab:
                 for row in progress(rows):
                     report.artifacts += 1
                     report.bytes += row.size_bytes
-                    reason = slab.check(row)
+                    reason = _problem(slab, geometry, row)
                     if reason:
                         keys.append((bytes(row.chunk.key), row.state_type.value))
                         report.bad.append(_bad(row.chunk.key, row.state_type.value, reason))
@@ -83,55 +79,15 @@ def _bad(chunk: object, state_type: object, reason: str) -> BadArtifact:
     return BadArtifact(chunk.hex() if isinstance(chunk, bytes) else repr(chunk), name, reason)
 
 
-class _Slab:
-    """The slab file of one directory, opened for reading when it is first needed."""
-
-    def __init__(self, path: Path, geometry: SlotGeometry) -> None:
-        self._path = path / SLAB_NAME
-        self._geometry = geometry
-        self._fd = -1
-        # Page-aligned for O_DIRECT, which reads the disk, not the page cache.
-        largest = max(geometry.stride_bytes.values())
-        self._buffer = np.frombuffer(mmap.mmap(-1, largest), np.uint8)
-
-    def __enter__(self) -> _Slab:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-
-    def check(self, row: JournalRow) -> str | None:
-        """Return the problem with the artifact; None if it is intact."""
-        size = -(-row.size_bytes // BLOCK_BYTES) * BLOCK_BYTES
-        try:
-            offset = self._geometry.offset(row.state_type, row.slot)
-            _read(self._open(), self._buffer[:size], offset)
-        except TransferError as e:
-            return str(e)
-        if checksum(self._buffer[: row.size_bytes], row.id.seed) != row.checksum:
-            return "its bytes do not match its checksum"
-        return None
-
-    def _open(self) -> int:
-        if self._fd < 0:
-            try:
-                self._fd = open_direct(self._path, os.O_RDONLY)
-            except OSError as e:
-                raise TransferError(f"the slab file cannot be opened: {e}") from e
-        return self._fd
-
-
-def _read(fd: int, into: np.ndarray[tuple[int], np.dtype[np.uint8]], offset: int) -> None:
-    done = 0
-    while done < len(into):
-        try:
-            got = os.preadv(fd, [into.data[done:]], offset + done)
-        except OSError as e:
-            raise TransferError(e.errno, f"its bytes cannot be read: {e.strerror}") from e
-        done += got
-        if got == 0 or done % BLOCK_BYTES:
-            raise TransferError("the slab file is too short")
+def _problem(slab: SlabReader, geometry: SlotGeometry, row: JournalRow) -> str | None:
+    """Return the problem with an artifact; None if it is intact."""
+    try:
+        data = slab.read(geometry.offset(row.state_type, row.slot), row.size_bytes)
+    except TransferError as e:
+        return str(e)
+    if checksum(data, row.id.seed) != row.checksum:
+        return "its bytes do not match its checksum"
+    return None
 
 
 @contextmanager

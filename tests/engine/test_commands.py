@@ -230,6 +230,10 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("warm", {"tokens": pack_tokens([1]), "wait_s": float("nan")}, "seconds"),
     ("warm", {"tokens": pack_tokens([1]), "wait_s": True}, "seconds"),
     ("drain", {"wait_s": 1e9}, "seconds"),
+    ("scrub", {"mib_per_s": "fast"}, "MiB per second"),
+    ("scrub", {"mib_per_s": float("inf")}, "MiB per second"),
+    ("scrub", {"stop": "yes"}, "true or false"),
+    ("scrub", {"rate": 1}, "unknown argument rate"),
 ]
 
 

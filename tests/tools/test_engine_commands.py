@@ -20,6 +20,7 @@ from hetero_connector.tools import cli, live
 from tests.engine.fakes import FakeRequest
 from tests.engine.socket_engine import SocketEngine
 from tests.engine.stepped import tokens
+from tests.store.filling import until
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/admin.md"
 
@@ -161,6 +162,26 @@ def test_a_drained_engine_stores_nothing_until_it_resumes(
     again = turn("4", seed=3)
     engine.run(again)
     assert engine.stored(again) == 256
+
+
+def test_a_scrub_is_begun_watched_and_stopped(start: Start, run: Run, tmp_path: Path) -> None:
+    engine = start(ssd_dir=tmp_path / "ssd", ssd_bytes=1 << 22)
+    engine.run(turn("1"))
+    assert engine.engine.store.flush(10), "checksums are made before the writes"
+    assert run("scrub", "--stop")[:2] == (0, "m (pid 4711): nothing was scrubbed yet\n")
+    code, out, _ = run("scrub", "--rate", 1e-6)
+    assert code == 0
+    assert re.search(r"m \(pid 4711\): running: (0|25)% of 4 chunks checked", out)
+    assert "scrubbing: " in run("top", "--once", "--interval", 0.1)[1]
+    code, _, err = run("scrub")
+    assert code == 1
+    assert "running already" in err
+    assert "stopped: " in run("scrub", "--stop")[1]
+    assert run("scrub", "--rate", 1000)[0] == 0
+    until(lambda: "complete" in json.dumps(json.loads(run("status", "--json")[1])[0]["activity"]))
+    code, _, err = run("scrub", "--rate", 0)
+    assert code == 1
+    assert "above 0" in err
 
 
 def test_an_engine_that_refuses_says_why(start: Start, run: Run) -> None:

@@ -11,6 +11,7 @@ import base64
 import time
 from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from hetero_connector.artifacts.chain import RequestChain
@@ -30,6 +31,7 @@ from hetero_connector.errors import CommandError
 from hetero_connector.spec.state_types import Family
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
+from hetero_connector.units import MIB
 
 Arguments = Mapping[str, Any]
 Result = dict[str, Any]
@@ -87,6 +89,7 @@ class Commands:
             "clear": self.clear,
             "warm": self.warm,
             "drain": self.drain,
+            "scrub": self.scrub,
         }
 
     def clear(self, arguments: Arguments) -> Result:
@@ -143,6 +146,25 @@ class Commands:
         if resumes:
             return {"draining": False}
         return {"draining": True, "written": self._store.flush(wait_s)}
+
+    def scrub(self, arguments: Arguments) -> Result:
+        """Begin to check all that is stored, at `mib_per_s`; `stop`: end that."""
+        take = Taker(arguments, "mib_per_s", "stop")
+        mib_per_s, stops = take.number("mib_per_s", 64.0, 1e6, "MiB per second"), take.flag("stop")
+        scrubber = self._store.scrubber
+        if stops:
+            scrubber.stop()
+        elif not scrubber.start(mib_per_s * MIB):
+            raise CommandError("a scrub is running already: see its progress in the status")
+        return {"scrub": asdict(scrubber.progress) if scrubber.progress else None}
+
+    def activity(self) -> Result:
+        """Return what commands have begun, for the status."""
+        progress = self._store.scrubber.progress
+        return {
+            "draining": self.is_draining,
+            "scrub": None if progress is None else asdict(progress),
+        }
 
     def _new_chain(self, salt: str | None) -> RequestChain:
         """Return the empty chain of a prompt that is token ids alone, under today's root."""
@@ -226,10 +248,14 @@ class Taker:
 
     def seconds(self, name: str, default: float) -> float:
         """Return a number of seconds."""
+        return self.number(name, default, _MAX_SECONDS, "seconds")
+
+    def number(self, name: str, default: float, most: float, unit: str) -> float:
+        """Return a number above 0."""
         value = self._arguments.get(name, default)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 < value <= _MAX_SECONDS:
-            raise CommandError(f"{name} must be seconds, above 0 and at most {_MAX_SECONDS:.0f}")
+        if not is_number or not 0 < value <= most:
+            raise CommandError(f"{name} must be {unit}, above 0 and at most {most:.0f}")
         return float(value)
 
     def tokens(self, name: str) -> array[int]:

@@ -250,7 +250,7 @@ class SchedulerSide:
             self.root.adopt_fleet_reset()
         except Exception as error:  # the loads that vLLM counts on are ordered already
             self._errors.count("build_connector_meta", error)
-        self.commands.steps.run()  # a command cannot drop loads that vLLM counts on: they are ordered
+        self.commands.steps.run()  # the loads are ordered: no command can drop one
         self._yield_if_idle(output, meta)
         return meta
 
@@ -358,7 +358,7 @@ class SchedulerSide:
             profile,
             self._sessions.book,
             self._counter.sources,
-            lambda: self.commands.is_draining,
+            self.commands.activity,
         )
         try:
             self._status = StatusServer(path, status.answers(), self.commands.by_name())

@@ -31,16 +31,18 @@ class EngineStatus:
         profile: MakeProfile,
         book: SessionBook,
         sources: TokenSources,
-        is_draining: Callable[[], bool],
+        activity: Answer,
     ) -> None:
-        """`about`: what does not change while the engine runs; `profile`: what it has learned."""
+        """`about`: what does not change while the engine runs; `profile`: what it has learned;
+        `activity`: what commands have begun.
+        """
         self._about = {**about, "started": time.time()}
         self._store = store
         self._predictions = predictions
         self._profile = profile
         self._book = book
         self._sources = sources
-        self._is_draining = is_draining
+        self._activity = activity
 
     def answers(self) -> dict[str, Answer]:
         """Return what can be asked, by name."""
@@ -69,7 +71,7 @@ class EngineStatus:
             "health": self._store.health()._asdict(),
             "tokens": self._sources.tokens(),
             "activity": {
-                "draining": self._is_draining(),
+                **self._activity(),
                 "reading_bytes": {t.value: n for t, n in self._store.reading_bytes.items()},
             },
             "tiers": [

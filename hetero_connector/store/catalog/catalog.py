@@ -3,9 +3,9 @@
 The one lock of the store, and the only code that changes an artifact. Every public method holds
 the lock from its beginning to its end and waits for nothing but the lock; the few that need no
 lock say so. What they read is one attribute, which is replaced as a whole, and last: the thread
-that changes it may lose the interpreter after any bytecode. Three threads call it: the scheduler's
-(`match` to `decline`), the fleet's (`set_joined` to `set_foreign_users`) and the I/O thread (the
-rest). No files and no threads here; the clock is a parameter.
+that changes it may lose the interpreter after any bytecode. Four threads call it: the scheduler's
+(`match` to `decline`), the fleet's (`set_joined` to `set_foreign_users`), the scrubber's and the
+I/O thread (the rest). No files and no threads here; the clock is a parameter.
 
 The life of an artifact: *reserved* with its DRAM slot (`reserve`), *sealed* and so visible
 (`seal`), *stored* once it is on SSD too (`finish_writes`), *forgotten* when its last copy leaves.
@@ -35,6 +35,7 @@ from hetero_connector.artifacts.record import (
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import ChunkCopies, Failure, Save, StoreConfig, Wanted
+from hetero_connector.store.catalog import scrubbing
 from hetero_connector.store.catalog.chain_users import ChainUsers
 from hetero_connector.store.catalog.exports import as_it_stands, sealed_copies
 from hetero_connector.store.catalog.forgetting import forget_up_from
@@ -46,6 +47,7 @@ from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
 from hetero_connector.store.catalog.regrets import Regrets
 from hetero_connector.store.catalog.replicas import Replicas
 from hetero_connector.store.catalog.restore import Restore
+from hetero_connector.store.catalog.scrubbing import ScrubbedCopy
 from hetero_connector.store.catalog.tick_times import TickTimes
 from hetero_connector.store.catalog.tiers import Health, Occupancy, Tiers
 from hetero_connector.store.catalog.write_budget import WriteBudget
@@ -537,6 +539,18 @@ class Catalog:
             return moved, []
         prefetcher.start(prefetcher.open(expected))
         return True, []
+
+    # --- the scrubber's thread --------------------------------------------------------------------
+
+    @_locked
+    def begin_scrub(self, chunk: ChunkKey) -> list[ScrubbedCopy]:
+        """Return the copies of a chunk's artifacts, kept in place until `finish_scrub`."""
+        return scrubbing.begin(self.tiers, chunk)
+
+    @_locked
+    def finish_scrub(self, copy: ScrubbedCopy, failure: Failure | None) -> bool:
+        """End the check of a copy; return whether it was damaged, and is forgotten."""
+        return scrubbing.finish(self.tiers, self.loads, copy, failure)
 
     # --- the I/O thread: checksums and writes -----------------------------------------------------
 

@@ -1,4 +1,7 @@
-"""Forgetting one chain as far as nothing else goes through it. A private part of `Catalog`."""
+"""Forgetting one artifact, or a chain as far as nothing else goes through it.
+
+A private part of `Catalog`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Sequence
 
 from hetero_connector.store.base import Failure
 from hetero_connector.store.catalog.loads import Loads
-from hetero_connector.store.catalog.nodes import Node
+from hetero_connector.store.catalog.nodes import Artifact, Node
 from hetero_connector.store.catalog.tiers import Tiers
 
 
@@ -29,17 +32,18 @@ def forget_up_from(
             if tiers.index.nodes.get(node.key) is node:  # else it went with what followed it
                 if node.users or node.num_children:
                     break
-                _forget(tiers, loads, node)
+                for artifact in list(node.artifacts.values()):
+                    forget(tiers, loads, artifact)
                 forgotten += 1
             node = above
     return forgotten, ()
 
 
-def _forget(tiers: Tiers, loads: Loads, node: Node) -> None:
-    for artifact in list(node.artifacts.values()):
-        load = loads.by_artifact.get(artifact)
-        if load is not None:
-            loads.disown(load, Failure.GONE)
-        tiers.forget(artifact)
-        if load is not None:
-            loads.withdraw(load)
+def forget(tiers: Tiers, loads: Loads, artifact: Artifact) -> None:
+    """Forget one artifact. Restores that wait for it go without."""
+    load = loads.by_artifact.get(artifact)
+    if load is not None:
+        loads.disown(load, Failure.GONE)
+    tiers.forget(artifact)
+    if load is not None:
+        loads.withdraw(load)
