@@ -5,6 +5,7 @@ This is the one memory probe: the configuration, the arena and the doctor all as
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import socket
@@ -15,6 +16,7 @@ import psutil
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _NODE_ROOT = Path("/sys/devices/system/node")
+_NVIDIA = Path("/proc/driver/nvidia")
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,27 @@ def processor_name() -> str:
         if key.strip() == "model name":
             return value.strip()
     return platform.machine()
+
+
+def gpu_names(driver: Path = _NVIDIA) -> list[str]:
+    """The names of the NVIDIA GPUs that this process sees, without CUDA. Raises OSError."""
+    return [
+        line.partition(":")[2].strip()
+        for path in sorted((driver / "gpus").glob("*/information"))
+        for line in path.read_text().splitlines()
+        if line.startswith("Model:")
+    ]
+
+
+def is_this_one(name: str) -> bool:
+    """Return False if costs that were measured on the machine `name` do not hold here.
+
+    `name`: a processor with its cores, or a GPU, with more about it after a comma; "": unknown.
+    """
+    here = {processor()}
+    with contextlib.suppress(OSError):
+        here.update(gpu_names())
+    return not name or any(f"{name}, ".startswith(f"{x}, ") for x in here)
 
 
 def processors_by_node(root: Path = _NODE_ROOT) -> list[set[int]]:

@@ -1,88 +1,145 @@
-"""Prints a decision as a table: every candidate with its cost by term, the choice marked."""
+"""Prints a decision: what is done, in words, then a table of every way and why it is not taken."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
 
 from hetero_connector.artifacts.record import Tier
+from hetero_connector.planner.cost_model import CostTerms
 from hetero_connector.planner.decision import RestoreCandidate, RestoreDecision
+from hetero_connector.units import size_text
 
-_HEADER = (
-    "", "boundary", "resume", "load MB", "queue ms", "load ms", "compute ms", "stall ms",
-    "hbm ms", "total ms", "",
-)  # fmt: skip
-_NEAR = 3
-"""Candidates shown on either side of the choice when the table is shortened."""
+_TIER_NAMES = {Tier.DRAM: "DRAM", Tier.SSD: "SSD", Tier.PEER: "a peer"}
+_REASONS = {
+    "queue_s": "waits longer",
+    "load_s": "loads longer",
+    "stall_s": "delays decodes",
+    "hbm_s": "holds more memory",
+}
+_WIDTH = 80
+_NEGLIGIBLE = 0.01
+"""Terms that are at most this share of each total have no column."""
 
 
 def explain(decision: RestoreDecision, max_rows: int | None = None) -> str:
-    """Return the decision as a table, one candidate a line, and a summary, for a terminal.
+    """Return the decision in words and as a table, the cheapest way first, for a terminal.
 
-    `max_rows`: show about so many candidates at most: those around the choice, and others spread
-    evenly, with a line that counts the rest. None: show all.
+    `max_rows`: about the most ways to show: the cheapest, the choice, and computing everything,
+    with a line that counts the rest. None: show all.
     """
-    candidates = decision.candidates()
-    shown = _shown(candidates, max_rows)
-    lines = aligned([_HEADER, *(_row(candidates[i]) for i in shown)])
-    left_out = len(candidates) - len(shown)
-    if left_out:
-        lines.append(f"{left_out} more candidates are not shown")
-    return "\n".join([*lines, "", *_summary(decision)])
+    # Among equals the choice comes first.
+    ways = sorted(decision.candidates(), key=lambda x: (x.terms.total_s, not x.chosen))
+    chosen = next(way for way in ways if way.chosen)
+    shown = ways[:max_rows]
+    shown += [w for w in ways[len(shown) :] if w.chosen or not w.load_bytes]
+    lines = aligned(_table(decision, shown, chosen), left={"how", "lost because it"})
+    if len(shown) < len(ways):
+        lines.append(f"{len(ways) - len(shown)} more are not shown")
+    caption = "Every way, the cheapest first, in milliseconds. `*` is taken."
+    words = [textwrap.fill(x, _WIDTH, break_on_hyphens=False) for x in _in_words(decision, chosen)]
+    return "\n".join([*words, "", caption, "", *lines])
 
 
-def _summary(decision: RestoreDecision) -> list[str]:
-    plan, predicted = decision.plan, decision.predicted
-    if plan is None:
-        choice = "restore nothing"
-    else:
-        replay = f", compute from {plan.resume_tokens} again" if plan.replay_tokens else ""
-        choice = f"restore {len(plan.chunks)} chunks up to token {plan.boundary}{replay}"
+def _in_words(decision: RestoreDecision, chosen: RestoreCandidate) -> list[str]:
+    considered = decision.considered
+    prompt, local = considered.pricing.prompt_tokens, considered.local_tokens
+    lines = [f"The engine itself has {local:,} tokens."] if local else []
+    seconds, without = _duration(chosen.terms.ttft_s), _duration(decision.nothing.ttft_s)
+    if decision.plan is not None:
+        words = f"Load {chosen.boundary - local:,} of {prompt:,} tokens"
+        words += f" from {_sources(chosen.load_bytes)}"
+        if replayed := chosen.boundary - chosen.resume_tokens:
+            words += f", compute {replayed:,} of them again to rebuild windows"
+        if rest := prompt - chosen.boundary:
+            words += f", compute the last {rest:,}"
+        return [
+            *lines,
+            f"{words}: {seconds} to the first token.",
+            f"Computing all of them would take {without}.",
+        ]
+    others = [way for way in decision.candidates() if not way.chosen]
+    lines.append(f"Compute all {prompt - local:,} tokens: {seconds} to the first token.")
+    if not others:
+        return [*lines, "Nothing is stored that this prompt begins with."]
+    best = min(others, key=lambda way: way.terms.total_s)
     return [
-        f"choice: {choice}",
-        f"actions: {', '.join(decision.actions)}",
-        f"predicted time to first token: {_ms(predicted.ttft_s)} ms, "
-        f"{_ms(decision.nothing.ttft_s)} ms without restoring",
-        f"reuse benefit: {_ms(decision.reuse_benefit_s)} ms",
+        *lines,
+        f"Loading {best.boundary - local:,} of them would take {_duration(best.terms.ttft_s)}.",
     ]
 
 
-def _row(candidate: RestoreCandidate) -> tuple[str, ...]:
-    terms = candidate.terms
-    return (
-        "*" if candidate.chosen else "",
-        str(candidate.boundary) if candidate.load_bytes else "nothing",
-        str(candidate.resume_tokens),
-        _megabytes(candidate.load_bytes),
-        *(_ms(seconds) for seconds in terms),
-        _ms(terms.total_s),
-        "" if candidate.in_time else "too slow",
-    )
+def _table(
+    decision: RestoreDecision, ways: Sequence[RestoreCandidate], chosen: RestoreCandidate
+) -> list[Sequence[str]]:
+    terms = [
+        name
+        for name in CostTerms._fields
+        if name in ("load_s", "compute_s")
+        or any(getattr(w.terms, name) > _NEGLIGIBLE * w.terms.total_s for w in ways)
+    ]
+    header = ("tokens", "how", *(name.removesuffix("_s") for name in terms), "total")
+    rows: list[Sequence[str]] = [(*header, "lost because it")]
+    for way in ways:
+        seconds = [getattr(way.terms, name) for name in terms]
+        reason = "" if way.chosen else _why_lost(decision, way, chosen)
+        cells = (*map(_ms, seconds), _ms(way.terms.total_s), reason)
+        mark = "* " if way.chosen else ""
+        rows.append((f"{mark}{way.boundary:,}", _how(way), *cells))
+    return rows
 
 
-def _megabytes(load_bytes: Mapping[Tier, int]) -> str:
-    return " + ".join(f"{n / 1e6:.1f} {tier.value}" for tier, n in load_bytes.items()) or "-"
+def _how(way: RestoreCandidate) -> str:
+    if not way.load_bytes:
+        return "recompute"
+    load = f"load {'+'.join(tier.value for tier in way.load_bytes)}"
+    replayed = way.boundary - way.resume_tokens
+    return f"{load}, replay {replayed:,}" if replayed else load
+
+
+def _why_lost(decision: RestoreDecision, way: RestoreCandidate, chosen: RestoreCandidate) -> str:
+    """Complete the sentence: it lost because it ..."""
+    if not way.in_time:
+        return "is staged too late"
+    if not decision.by_cost:
+        return "is not what `planner` asks for"
+    more = {n: getattr(way.terms, n) - getattr(chosen.terms, n) for n in CostTerms._fields}
+    largest = max(more, key=more.__getitem__)
+    if more[largest] <= 0:
+        return "restores less"
+    if largest != "compute_s":
+        return _REASONS[largest]
+    tokens = chosen.resume_tokens - way.resume_tokens
+    is_again = way.boundary >= chosen.boundary
+    return f"computes {tokens:,} {'again' if is_again else 'more'}"
+
+
+def _sources(load_bytes: Mapping[Tier, int]) -> str:
+    return " and ".join(f"{_TIER_NAMES[tier]} ({size_text(n)})" for tier, n in load_bytes.items())
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f}"
+    return f"{1e3 * seconds:,.{0 if seconds >= 1 else 1}f}"
 
 
-def _shown(candidates: Sequence[RestoreCandidate], max_rows: int | None) -> list[int]:
-    """The indices of the candidates to print, in order."""
-    count = len(candidates)
-    if max_rows is None or count <= max_rows:
-        return list(range(count))
-    chosen = next(i for i, candidate in enumerate(candidates) if candidate.chosen)
-    near = {*range(chosen - _NEAR, chosen + _NEAR + 1), 0, count - 1}
-    step = -(-count // max(1, max_rows - len(near)))
-    return sorted({i for i in near if 0 <= i < count} | set(range(0, count, step)))
+def aligned(rows: Sequence[Sequence[str]], left: Collection[str] = ()) -> list[str]:
+    """Return the lines of a table: a rule under the header, right-aligned columns.
 
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table: right-aligned columns, a rule under the header."""
+    `left`: the headers of left-aligned columns.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    is_left = [name in left for name in rows[0]]
     lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        "  ".join(
+            cell.ljust(width) if at_left else cell.rjust(width)
+            for cell, width, at_left in zip(row, widths, is_left, strict=True)
+        ).rstrip()
         for row in rows
     ]
-    return [lines[0], "-" * len(lines[0]), *lines[1:]]
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]

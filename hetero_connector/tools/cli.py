@@ -31,7 +31,7 @@ from hetero_connector.tools.command import (
 )
 
 _DISTRIBUTION = "heterocache"
-_ROWS = 24
+_ROWS = 12
 
 _Row = TypeVar("_Row")
 _Stored = Annotated[
@@ -232,15 +232,16 @@ def explain(
         ),
     ],
     profile: Annotated[
-        Path | None, typer.Option(help="Costs, from `heterocache calibrate`.")
+        Path | None,
+        typer.Option(help="Costs, from `heterocache calibrate`, not those that were learned."),
     ] = None,
     in_dram: Annotated[
         bool, typer.Option("--in-dram", help="Assume that all state is in DRAM, not on SSD.")
     ] = False,
     rows: Annotated[
-        int | None, typer.Option(help=f"Candidates to show; {_ROWS} if this is not set.")
+        int | None, typer.Option(help=f"Ways to show; {_ROWS} if this is not set.")
     ] = None,
-    show_all: Annotated[bool, typer.Option("--all", help="Show every candidate.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Show every way.")] = False,
     as_json: Json = False,
 ) -> int:
     """Show what would be restored of a prompt, and why."""
@@ -259,7 +260,7 @@ def explain(
         print(json.dumps(found.as_json(), indent=2))
     else:
         print(as_text(found.decision, None if show_all else rows or _ROWS))
-        print(found.assumptions())
+        print(f"\n{found.assumptions()}")
     return EXIT_OK
 
 

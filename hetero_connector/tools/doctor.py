@@ -146,12 +146,7 @@ def check_gpus(driver: Path = _NVIDIA) -> Finding:
     """Look for NVIDIA GPUs and their driver, without CUDA."""
     try:
         version = (driver / "version").read_text().splitlines()[0]
-        names = [
-            line.partition(":")[2].strip()
-            for path in sorted((driver / "gpus").glob("*/information"))
-            for line in path.read_text().splitlines()
-            if line.startswith("Model:")
-        ]
+        names = machine.gpu_names(driver)
     except (OSError, IndexError):
         return Finding("GPU", Status.OK, "no NVIDIA driver: the engine's CPU build is used")
     if not names:

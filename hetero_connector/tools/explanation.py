@@ -3,23 +3,26 @@
 It reads one model's journal, so all state is assumed to be on SSD (or all in DRAM, with
 `in_dram`), and the engine is assumed to be idle: the DRAM and load of a running engine are not
 known here. The journal's last engine recorded its settings, and whether windows can be rebuilt by
-a replay. Costs come from a profile, or are the defaults that an engine starts with. The answer
-lists these assumptions.
+a replay. Costs come from a profile, else from what that engine learned, if it ran on this machine,
+else they are the defaults that an engine starts with. The answer lists these assumptions.
 """
 
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hetero_connector import machine
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.generation import FIRST
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import SlotRef, Tier
 from hetero_connector.artifacts.tails import longest_tail
+from hetero_connector.engine.scheduler.learned import read_learned
 from hetero_connector.errors import StoreError
 from hetero_connector.planner.compute_model import ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
@@ -34,9 +37,10 @@ from hetero_connector.store.catalog.index import PrefixIndex
 from hetero_connector.store.ssd.generation_file import GENERATION_NAME, read_generation
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_format import REPLAY_EXACT, WINDOW_REPLAY
-from hetero_connector.store.ssd.space import JOURNAL_NAME
+from hetero_connector.store.ssd.space import JOURNAL_NAME, LEARNED_NAME
 
 _Value = TypeVar("_Value")
+_WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,10 @@ class Explanation:
     costs_from: str
 
     def assumptions(self) -> str:
-        """Return the assumptions as one line of text."""
-        return (
-            f"assumed: an idle engine; {self.settings} ({self.settings_from}); "
-            f"costs: {self.costs_from}"
-        )
+        """Return the assumptions as two paragraphs of text."""
+        assumed = f"Assumed: an idle engine, {self.settings} ({self.settings_from})."
+        paragraphs = (assumed, f"Costs: {self.costs_from}.")
+        return "\n".join(textwrap.fill(x, _WIDTH, break_on_hyphens=False) for x in paragraphs)
 
     def as_json(self) -> dict[str, Any]:
         """Return the output of `--json`."""
@@ -86,14 +89,12 @@ def decide(
     stored += longest_tail(index, chain, stored[-1].chunk if stored else None, known - 1)
     recorded = _described(directory, EngineSettings.of, description)
     settings = recorded or EngineSettings()
-    types = layout.model.state_types
-    if profile is None:
-        costs = CostModel(ComputeRegression(), LoadModel(types), step_tokens=settings.step_tokens)
+    known_costs, costs_from = _costs(directory, profile, description)
+    types, step_tokens = layout.model.state_types, settings.step_tokens
+    if known_costs is None:
+        costs = CostModel(ComputeRegression(), LoadModel(types), step_tokens=step_tokens)
     else:
-        subject = _described(directory, ProfileSubject.of, description)
-        costs = CostProfile.read(profile, subject).cost_model(
-            types, step_tokens=settings.step_tokens
-        )
+        costs = known_costs.cost_model(types, step_tokens=step_tokens)
     planner = RestorePlanner(
         layout,
         costs,
@@ -106,8 +107,35 @@ def decide(
         planner.plan(stored, 0, known - 1, known, load),
         settings,
         "recorded by its last engine" if recorded else "defaults: its last engine recorded none",
-        f"{profile}" if profile else "built-in defaults; name measured ones with --profile",
+        costs_from,
     )
+
+
+def _costs(
+    directory: Path, profile: Path | None, description: Mapping[str, Any]
+) -> tuple[CostProfile | None, str]:
+    """Return the costs to decide with, None for the built-in ones, and their source in words.
+
+    Raises ConfigError for a bad `profile`, or one of another model.
+    """
+    guess = "a guess, the same for every model: name measured ones with --profile"
+    if profile is not None:
+        subject = _described(directory, ProfileSubject.of, description)
+        found = CostProfile.read(profile, subject)
+        return found, f"{found.origin}, from {profile}"
+    path = directory / LEARNED_NAME
+    try:
+        subject = ProfileSubject.of(description)
+        learned = read_learned(path, subject)
+        if learned is None:
+            return None, f"{guess}, or let an engine of this version learn them here"
+        if not machine.is_this_one(learned.subject.machine):
+            raise ValueError(f"it was {learned.origin}, which is not this machine")
+    except KeyError:
+        return None, guess
+    except ValueError as error:
+        return None, f"{guess}. {path} is not used: {error}"
+    return learned, learned.origin
 
 
 def read_tokens(path: Path, tokenizer_of: Callable[[], Any]) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hetero_connector import machine
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
@@ -138,7 +139,7 @@ def test_replays_are_offered_where_the_engine_recorded_that_they_are_exact(
     assert shown["boundary"] == ways[-1][0]
     assert ("RECOMPUTE_SWA" in shown["actions"]) == (len(ways) > 2)
     assert cli.main(command) == 0
-    assert ("compute from 192 again" in capsys.readouterr().out) == (len(ways) > 2)
+    assert ("compute 32 of them again" in capsys.readouterr().out) == (len(ways) > 2)
 
 
 def test_explain_uses_the_settings_of_the_stores_engine(
@@ -156,15 +157,15 @@ def test_explain_uses_the_settings_of_the_stores_engine(
         assert cli.main([*command, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert cli.main(command) == 0
-        return found, capsys.readouterr().out.splitlines()[-1]
+        return found, " ".join(capsys.readouterr().out.split("\n\n")[-1].split())
 
     silent, line = shown("silent", None)
     assert silent["boundary"] == 224
     assert silent["assumed"]["settings_from"] == "defaults: its last engine recorded none"
     assert (
-        "an idle engine; planner=cost, one step, loads layer by layer, load_deadline_s=10" in line
+        "an idle engine, planner=cost, one step, loads layer by layer, load_deadline_s=10" in line
     )
-    assert line.endswith(f"costs: {costs}")
+    assert line.endswith(f"Costs: calibrated on some machine, from {costs}.")
 
     steps, line = shown("steps", EngineSettings(step_tokens=64))
     more_steps = 1e-4 * (5 - 1)
@@ -211,7 +212,7 @@ def test_all_candidates_are_printed_when_asked_for(
         lambda decision, max_rows: f"at most {max_rows}",
     )
     command = ["explain", str(directory), str(prompt)]
-    for option, expected in (([], 24), (["--rows", "7"], 7), (["--all"], None)):
+    for option, expected in (([], 12), (["--rows", "7"], 7), (["--all"], None)):
         assert cli.main([*command, *option]) == 0
         assert capsys.readouterr().out.startswith(f"at most {expected}\n")
     assert cli.main([*command, "--rows", "7", "--all"]) == 2
@@ -241,9 +242,48 @@ def test_a_table_for_people_from_the_ssd_dir_itself(
 ) -> None:
     assert cli.main(["explain", str(directory.parent), str(prompt), "--in-dram"]) == 0
     out = capsys.readouterr().out
-    assert "choice: restore" in out
-    assert "dram" in out
-    assert "ssd" not in out
+    assert out.startswith("Load 224 of 300 tokens from DRAM")
+    assert "load dram" in out
+    assert "load ssd" not in out
+
+
+def test_costs_that_the_stores_engine_learned_here_are_used(
+    directory: Path, prompt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are refused from another machine or model, and if the file is damaged: it says so."""
+    path = profile(directory / "learned.json", 1e-9)
+    learned = json.loads(path.read_text())
+
+    def chosen(name: str, model: str = "TinyForCausalLM") -> tuple[int, str]:
+        subject = {**learned["subject"], "machine": name, "architecture": model}
+        path.write_text(json.dumps({**learned, "subject": subject, "learned_until": 1.75e9}))
+        assert cli.main(["explain", str(directory), str(prompt), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return found["boundary"], found["assumed"]["costs_from"]
+
+    here = machine.processor()
+    boundary, source = chosen(here)
+    assert boundary == 0
+    assert source.startswith(f"learned on {here} until 2025-")
+    assert chosen(f"{here}, 2 pipeline stages")[0] == 0
+
+    boundary, source = chosen(f"not {here}")
+    assert boundary == 224
+    assert f"not used: it was learned on not {here}" in source
+    boundary, source = chosen(here, "OtherForCausalLM")
+    assert boundary == 224
+    assert "architecture 'OtherForCausalLM' there, 'TinyForCausalLM' here" in source
+
+    chosen(here)
+    dear = profile(tmp_path / "profile.json", 1e-3)
+    command = ["explain", str(directory), str(prompt), "--json"]
+    assert cli.main([*command, "--profile", str(dear)]) == 0
+    assert json.loads(capsys.readouterr().out)["boundary"] == 224
+    path.write_text("{")
+    assert cli.main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["boundary"] == 224
+    assert "it is not JSON" in found["assumed"]["costs_from"]
 
 
 @pytest.mark.parametrize(
