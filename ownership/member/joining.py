@@ -12,6 +12,8 @@ from ownership.member.fleet_worker import FleetWorker, MemberTimes
 _CALLS_PER_LEASE = 10
 _LOOKUPS_PER_LOAD = 100
 """A lookup may take this fraction of a restore's deadline: 0.1 s by default."""
+_LOOKUPS_PER_CALL = 2
+"""The answer may take half of a call's time: at least a lookup's, if the lease is long enough."""
 
 _LISTING_LEASES = 30
 """Leases for which a replica is listed. The end of its holder's lease ends the listing, too."""
@@ -24,11 +26,13 @@ def open_worker(
     directory: str, name: str, lease_s: float, load_deadline_s: float, recorder: Recorder
 ) -> FleetWorker:
     """Return a worker that joins when it is started. Raises ConfigError naming the key."""
-    call_s = min(DEFAULT_DEADLINE_S, lease_s / _CALLS_PER_LEASE)
+    lookup_s = load_deadline_s / _LOOKUPS_PER_LOAD
+    longest_s = max(DEFAULT_DEADLINE_S, _LOOKUPS_PER_CALL * lookup_s)
+    call_s = min(longest_s, lease_s / _CALLS_PER_LEASE)
     times = MemberTimes(
         lease_s,
         call_s=call_s,
-        lookup_s=load_deadline_s / _LOOKUPS_PER_LOAD,
+        lookup_s=lookup_s,
         listing_ttl_s=_LISTING_LEASES * lease_s,
         horizon_s=max(HORIZON_S, 2 * load_deadline_s),
     )

@@ -44,10 +44,18 @@ def server_of(
     )
 
 
-def warnings(*servers: Server) -> str:
-    """Return the warnings and errors that servers have logged, for a test that fails."""
+def what_happened(*servers: Server) -> str:
+    """Return what servers logged as warnings or errors, and how their lookups and reads ended, for
+    a test that fails.
+    """
     lines = [line for server in servers for line in server.log_path.read_text().splitlines()]
-    return "\n".join(line for line in lines if " WARNING " in line or " ERROR " in line)
+    lines = [line for line in lines if " WARNING " in line or " ERROR " in line]
+    for server in servers:
+        for name in ("directory_lookups", "directory_failures", "failures", "restores_replanned"):
+            found = server.series(f"heterocache_{name}_total")
+            counts = {" ".join(labels.values()): count for labels, count in found if count}
+            lines.append(f"{server.log_path.stem}: {name}: {counts}")
+    return "\n".join(lines)
 
 
 def until(what: str, is_so: Callable[[], bool]) -> None:
