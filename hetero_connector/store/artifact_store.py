@@ -22,7 +22,15 @@ from hetero_connector.errors import StoreClosedError
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.arena import Arena
-from hetero_connector.store.base import ChunkCopies, ReadTiming, Save, StoreConfig, Wanted
+from hetero_connector.store.base import (
+    ChunkCopies,
+    Pinned,
+    PinRefusal,
+    ReadTiming,
+    Save,
+    StoreConfig,
+    Wanted,
+)
 from hetero_connector.store.catalog.catalog import Catalog, Snapshot
 from hetero_connector.store.catalog.nodes import ChainPlace, place_of
 from hetero_connector.store.catalog.prefetch_schedule import (
@@ -301,16 +309,48 @@ class ArtifactStore:
         Forks share their common chunks. Replaces the session's earlier chain. The store remembers
         a bounded number of sessions, of which each `tenant` has its share.
         """
-        self.catalog.protect_chain(session, leaves, until_s, tenant, is_served=self._is_served)
+        self.catalog.retention.protect_chain(
+            session, leaves, until_s, tenant, is_served=self._is_served
+        )
+
+    def pin_chain(
+        self,
+        name: Hashable,
+        leaves: Sequence[ChunkKey],
+        seconds: float,
+        tenant: bytes = b"",
+        *,
+        is_bounded: bool = True,
+    ) -> Pinned | PinRefusal:
+        """Evict nothing of the chain for so long: it stays in the tiers where it is.
+
+        `leaves`: where the chain may end, deepest first; the first of them that is stored counts.
+        Replaces an earlier pin of that name, unless it is refused. `is_bounded`: within the share
+        of `tenant`. `reset` and `forget_session` end pins, and so does the end of the process. Any
+        thread may ask.
+        """
+        return self.catalog.retention.pin_chain(
+            name, leaves, seconds, tenant, is_bounded=is_bounded
+        )
+
+    def unpin_chain(self, name: Hashable) -> int:
+        """End a pin; return the tokens that it kept in place, 0 if there was none."""
+        return self.catalog.retention.unpin_chain(name)
+
+    def unpin_tenant(self, tenant: bytes) -> None:
+        """End all pins of a tenant. Any thread may ask."""
+        self.catalog.retention.unpin_tenant(tenant)
 
     def forget_session(self, session: Hashable, leaves: Sequence[ChunkKey]) -> int:
         """Forget a session's chunks that no other chain goes through; return their number.
 
+        Its own pin ends; what others have pinned stays.
+
         `leaves`: where its chains may end, the deepest first. Any thread may ask.
         """
-        forgotten, nodes = 0, self.catalog.end_session(session, leaves)
+        forgotten, nodes = 0, self.catalog.retention.end_session(session, leaves)
         while nodes:
-            count, nodes = self.catalog.forget_up_from(nodes, _FORGET_AT_ONCE)
+            count, nodes = self.catalog.retention.forget_up_from(nodes, _FORGET_AT_ONCE)
             forgotten += count
         return forgotten
 

@@ -38,6 +38,23 @@ class Failure(StrEnum):
     CLOSED = "closed"
 
 
+class Pinned(NamedTuple):
+    """A chain that stays where it is until its pin ends."""
+
+    end: int
+    """Its tokens."""
+    size_bytes: int
+    """The slots that it takes in a tier."""
+
+
+class PinRefusal(StrEnum):
+    """The reason why a chain was not pinned."""
+
+    NOT_STORED = "nothing of it is stored"
+    TENANT_FULL = "the pins of its cache salt already keep a quarter of a tier"
+    STORE_FULL = "pins already keep half of a tier"
+
+
 @dataclass(frozen=True)
 class StoreConfig:
     """Capacities and places of the tiers."""

@@ -27,6 +27,8 @@ from tests.engine.fakes import HYBRID, FakeRequest
 from tests.engine.stepped import Engine, tokens
 
 Start = Callable[..., Engine]
+DRAM_BYTES = 100_000
+"""Room for a few hundred tokens."""
 
 
 @pytest.fixture
@@ -362,3 +364,62 @@ def test_the_book_keeps_the_newest_sessions(monkeypatch: pytest.MonkeyPatch) -> 
     assert record.turns == 2
     book.on_turn_end(2, (), 5, None)
     assert book.find(2) is None
+
+
+def fill(engine: Engine, name: str, requests: int = 12) -> None:
+    """Store more than DRAM holds."""
+    for number in range(requests):
+        engine.run(turn(f"{name}{number}", seed=100 + number))
+
+
+def test_a_pinned_session_or_prompt_survives_pressure_until_it_is_unpinned(start: Start) -> None:
+    engine = start(dram_bytes=DRAM_BYTES)
+    session, prompt = turn("s", 128, seed=1, session_id="s"), turn("p", 128, seed=2)
+    engine.run(session)
+    engine.run(prompt)
+    packed = pack_tokens(prompt.all_token_ids)
+    pins: list[dict[str, Any]] = [{"session": "s"}, {"tokens": packed}]
+    for arguments in pins:
+        answer = do(engine, "pin", seconds=600.0, **arguments)
+        assert answer["pinned_tokens"] == 128
+        assert answer["bytes"] > 0
+    fill(engine, "x")
+    assert stored(engine, session) == stored(engine, prompt) == 128
+    for arguments in pins:
+        assert do(engine, "unpin", **arguments) == {"unpinned_tokens": 128}
+        assert do(engine, "unpin", **arguments) == {"unpinned_tokens": 0}
+    engine.store.catalog.users.clear()
+    fill(engine, "y")
+    assert stored(engine, session) == stored(engine, prompt) == 0
+
+
+def test_what_cannot_be_pinned_is_refused_with_the_reason(start: Start) -> None:
+    engine = start(dram_bytes=DRAM_BYTES)
+    engine.run(turn("s", 500, session_id="s"))
+    with pytest.raises(CommandError, match="half of a tier"):
+        do(engine, "pin", session="s")
+    with pytest.raises(CommandError, match="nothing of it is stored"):
+        do(engine, "pin", tokens=pack_tokens(tokens(128, seed=9)))
+    with pytest.raises(CommandError, match="say what to pin"):
+        do(engine, "pin", session="s", tokens=pack_tokens([1]))
+    with pytest.raises(CommandError, match="say what to pin"):
+        do(engine, "unpin")
+    with pytest.raises(CommandError, match="no such session"):
+        do(engine, "pin", session="t")
+
+
+def test_clearing_ends_pins_but_not_those_of_others(start: Start) -> None:
+    engine = start()
+    request = turn("m", 128, seed=1, session_id="m", cache_salt="m")
+    other = turn("o", 128, seed=2, session_id="o")
+    pins = engine.store.catalog.tiers.timed_pins
+    for clearing in ({"session": "m", "salt": "m"}, {"salt": "m"}, {"all": True}):
+        engine.run(other)
+        engine.run(request)
+        do(engine, "pin", session="m", salt="m")
+        do(engine, "pin", session="o")
+        assert len(pins) == 2
+        do(engine, "clear", **clearing)
+        assert len(pins) == ("all" not in clearing)
+        assert stored(engine, request) == 0
+        assert stored(engine, other) == (0 if "all" in clearing else 128)

@@ -30,6 +30,7 @@ from hetero_connector.engine.scheduler.step_calls import StepCalls
 from hetero_connector.errors import CommandError
 from hetero_connector.spec.state_types import Family
 from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import PinRefusal
 from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
 from hetero_connector.units import MIB
 
@@ -90,6 +91,8 @@ class Commands:
             "warm": self.warm,
             "drain": self.drain,
             "scrub": self.scrub,
+            "pin": self.pin,
+            "unpin": self.unpin,
         }
 
     def clear(self, arguments: Arguments) -> Result:
@@ -166,6 +169,38 @@ class Commands:
             "scrub": None if progress is None else asdict(progress),
         }
 
+    def pin(self, arguments: Arguments) -> Result:
+        """Evict nothing of a `session` (of `salt`), or of a prompt of `tokens`, for `seconds`.
+
+        Beyond the share of one salt, but not beyond that of all pins. A session's pin covers what
+        its later turns add.
+        """
+        take = Taker(arguments, "session", "tokens", "salt", "seconds")
+        seconds = take.seconds("seconds", 3_600.0)
+        name, leaves, tenant = self._pinned_chain(take)
+        pinned = self._store.pin_chain(name, leaves, seconds, tenant, is_bounded=False)
+        if isinstance(pinned, PinRefusal):
+            raise CommandError(f"not pinned: {pinned.value}")
+        return {"pinned_tokens": pinned.end, "bytes": pinned.size_bytes, "seconds": seconds}
+
+    def unpin(self, arguments: Arguments) -> Result:
+        """End the pin of a `session` (of `salt`), or of the prompt of `tokens` that was pinned."""
+        name, _, _ = self._pinned_chain(Taker(arguments, "session", "tokens", "salt"))
+        return {"unpinned_tokens": self._store.unpin_chain(name)}
+
+    def _pinned_chain(self, take: Taker) -> tuple[Hashable, Sequence[ChunkKey], bytes]:
+        """Return the name, the ends and the tenant of the chain that the arguments name."""
+        session, salt = take.text("session"), take.text("salt")
+        if (session is None) != take.has("tokens"):
+            raise CommandError("say what to pin: session (with its salt, if it has one), or tokens")
+        if session is not None:
+            key, record = self._find_session(session, salt)
+            return key, record.leaves, record.tenant
+        chain = self._new_chain(salt)
+        chain.extend(take.tokens("tokens"))
+        name = ("prompt", chain.ending_at(chain.num_tokens).key)
+        return name, _leaves(self._store, chain), tenant_of(salt)
+
     def _new_chain(self, salt: str | None) -> RequestChain:
         """Return the empty chain of a prompt that is token ids alone, under today's root."""
         return RequestChain(self._engine.root.hasher, salt_keys(salt, self.salts.count))
@@ -184,6 +219,7 @@ class Commands:
             return self._engine.reset_pages()
 
         pages = self.steps.call(rename, _STEP_S)
+        self._store.unpin_tenant(tenant)
         chunks = sum(
             self._forget(session, record.leaves)
             for session, record in self._book.newest()
@@ -229,6 +265,10 @@ class Taker:
             raise CommandError(
                 f"unknown argument {', '.join(unknown)[:_MAX_TEXT]}: known are {', '.join(names)}"
             )
+
+    def has(self, name: str) -> bool:
+        """Return whether the argument is given."""
+        return self._arguments.get(name) is not None
 
     def text(self, name: str) -> str | None:
         """Return a text that is not empty; None if it is not given."""

@@ -1,11 +1,11 @@
 """The catalog: what is stored where, and what the I/O thread has to do next.
 
-The one lock of the store, and the only code that changes an artifact. Every public method holds
-the lock from its beginning to its end and waits for nothing but the lock; the few that need no
-lock say so. What they read is one attribute, which is replaced as a whole, and last: the thread
-that changes it may lose the interpreter after any bytecode. Four threads call it: the scheduler's
-(`match` to `decline`), the fleet's (`set_joined` to `set_foreign_users`), the scrubber's and the
-I/O thread (the rest). No files and no threads here; the clock is a parameter.
+The one lock of the store, and the only code that changes an artifact; `retention` shares it. Every
+public method holds the lock from its beginning to its end and waits for nothing but the lock; the
+few that need no lock say so. What they read is one attribute, which is replaced as a whole, and
+last: the thread that changes it may lose the interpreter after any bytecode. Four threads call it:
+the scheduler's (`match` to `decline`), the fleet's (`set_joined` to `set_foreign_users`), the
+scrubber's and the I/O thread (the rest). No files and no threads here; the clock is a parameter.
 
 The life of an artifact: *reserved* with its DRAM slot (`reserve`), *sealed* and so visible
 (`seal`), *stored* once it is on SSD too (`finish_writes`), *forgotten* when its last copy leaves.
@@ -38,15 +38,15 @@ from hetero_connector.store.base import ChunkCopies, Failure, Save, StoreConfig,
 from hetero_connector.store.catalog import scrubbing
 from hetero_connector.store.catalog.chain_users import ChainUsers
 from hetero_connector.store.catalog.exports import as_it_stands, sealed_copies
-from hetero_connector.store.catalog.forgetting import forget_up_from
 from hetero_connector.store.catalog.hit_samples import ONE_IN, HitSamples
 from hetero_connector.store.catalog.loads import Load, Loads, Source
-from hetero_connector.store.catalog.nodes import Artifact, Node
+from hetero_connector.store.catalog.nodes import Artifact
 from hetero_connector.store.catalog.prefetch import Prefetcher
 from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
 from hetero_connector.store.catalog.regrets import Regrets
 from hetero_connector.store.catalog.replicas import Replicas
 from hetero_connector.store.catalog.restore import Restore
+from hetero_connector.store.catalog.retention import Retention
 from hetero_connector.store.catalog.scrubbing import ScrubbedCopy
 from hetero_connector.store.catalog.tick_times import TickTimes
 from hetero_connector.store.catalog.tiers import Health, Occupancy, Tiers
@@ -156,6 +156,9 @@ class Catalog:
         tiers.on_forgotten = self._on_forgotten
         tiers.on_evicted = self.regrets.on_evicted
         self._lock = threading.Condition()
+        self.retention = Retention(
+            self._lock, tiers, self.loads, self.users, self.prefetcher, clock
+        )
         self._recorder = recorder
         self._used: dict[Artifact, None] = {}
         """Artifacts that restores used, for the order of use in the journal."""
@@ -224,6 +227,8 @@ class Catalog:
         """
         if set(self.missing(chunk, list(sizes))) != set(sizes) or not sizes:
             raise ValueError(f"nothing to save, or already saved: {list(sizes)} of {chunk}")
+        if self.retention.look_s <= self.clock():  # there may be no I/O thread to do it
+            self.retention.expire()
         if not self.tiers.index.has_place_for(chunk):
             self.loads.count_failure(Failure.GONE, Tier.DRAM)
             return Failure.GONE
@@ -313,40 +318,6 @@ class Catalog:
         """See `ArtifactStore.session_returned`."""
         if self.config.ssd_dir is not None and self.io_alive:
             self.prefetcher.session_returned(session)
-
-    @_locked
-    def protect_chain(
-        self,
-        session: Hashable,
-        leaves: Sequence[ChunkKey],
-        until_s: float,
-        tenant: bytes,
-        *,
-        is_served: bool,
-    ) -> None:
-        """Make the session a user of its chain; see `ArtifactStore.protect_chain`.
-
-        `is_served`: an I/O thread removes users whose time is over; else that is done here.
-        """
-        node = next(filter(None, map(self.tiers.index.nodes.get, leaves)), None)
-        if not is_served:
-            self.users.expire(1)
-        if node is None:
-            self.users.remove(session)
-        else:
-            self.users.add(session, node, until_s, tenant)
-
-    @_locked
-    def end_session(self, session: Hashable, leaves: Iterable[ChunkKey]) -> Sequence[Node]:
-        """Let the session use and expect nothing; return those of `leaves` that are known."""
-        self.users.remove(session)
-        self.prefetcher.schedule.cancel(session)
-        return list(filter(None, map(self.tiers.index.nodes.get, leaves)))
-
-    @_locked
-    def forget_up_from(self, nodes: Sequence[Node], limit: int) -> tuple[int, Sequence[Node]]:
-        """Forget up to `limit` chunks that nothing else needs; see `forgetting`."""
-        return forget_up_from(self.tiers, self.loads, nodes, limit)
 
     @_locked
     def demote(self, chunks: Sequence[StoredChunk]) -> None:
@@ -667,9 +638,9 @@ class Catalog:
     # --- the I/O thread itself --------------------------------------------------------------------
 
     def expire(self) -> bool:
-        """Let some chain users and replicas go whose time is over; return whether more are due."""
+        """End some chain users, pins and replicas whose time is over; return if more are due."""
         now_s, is_left = self.clock(), False
-        for mortal in (self.replicas, self.users):
+        for mortal in (self.replicas, self.users, self.retention):
             if mortal.look_s <= now_s:
                 with self._lock:
                     is_left = mortal.expire() or is_left

@@ -18,7 +18,8 @@ def forget_up_from(
 ) -> tuple[int, Sequence[Node]]:
     """Forget up to `limit` chunks: each of `nodes`, and those before it.
 
-    A chunk stays if a session uses it or another chunk follows it, and all before it do then.
+    A chunk stays if a session uses it, a pin keeps it or another chunk follows it, and all before
+    it do then.
     Return the number of chunks, and from where to go on. Restores that are under way end
     harmlessly.
     """
@@ -30,7 +31,7 @@ def forget_up_from(
                 return forgotten, (node, *nodes[index + 1 :])
             above = node.parent
             if tiers.index.nodes.get(node.key) is node:  # else it went with what followed it
-                if node.users or node.num_children:
+                if node.users or node.num_children or node in tiers.timed_pins:
                     break
                 for artifact in list(node.artifacts.values()):
                     forget(tiers, loads, artifact)

@@ -29,6 +29,7 @@ from hetero_connector.store.catalog.prefetch_schedule import Prefetched
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved, default_seconds_saved
 from hetero_connector.store.catalog.slot_geometry import SlotGeometry
 from hetero_connector.store.catalog.slots import Generations, SlotPool
+from hetero_connector.store.catalog.timed_pins import TimedPins
 
 _SHORT = 8
 """A tier with less than one in so many slots free is about to evict."""
@@ -87,6 +88,9 @@ class Tiers:
         self.evict_first = EvictFirst()
         self._has_prefix = any(t.family is Family.PREFIX for t in dram.stride_bytes)
         self._pins = ChainPins()
+        """While workers copy."""
+        smallest = min(x.size_bytes for x in (dram, ssd) if x is not None)
+        self.timed_pins = TimedPins(smallest, dram.stride_bytes, self._offer)
         self._recorder = recorder
         self._policies: dict[tuple[Tier, StateType], UsersLast] = {
             (tier, t): UsersLast(
@@ -221,6 +225,7 @@ class Tiers:
         for policy in self._policies.values():
             policy.clear()
         self.evict_first.clear()
+        self.timed_pins.clear()
         self.journal_stale = self.ssd is not None
 
     def unpin(self, artifact: Artifact) -> None:
@@ -289,6 +294,7 @@ class Tiers:
     def check_integrity(self) -> None:
         """Raise AssertionError unless index, slots and accounts agree."""
         self.index.check_integrity()
+        self.timed_pins.check_integrity()
         occupied: defaultdict[Tier, set[SlotRef]] = defaultdict(set)
         size: defaultdict[tuple[Tier, StateType], int] = defaultdict(int)
         for artifact in self.index.artifacts():
@@ -338,7 +344,7 @@ class Tiers:
         return self._policies[tier, state_type].pop(partial(self._evictability, tier))
 
     def _evictability(self, tier: Tier, artifact: Artifact) -> Evictability:
-        if self._pins.pass_over(artifact):
+        if self._pins.pass_over(artifact) or self.timed_pins.pass_over(artifact):
             return Evictability.BLOCKED
         return self.index.evictability(artifact, tier)
 

@@ -1,0 +1,123 @@
+"""Retention: the chains that stay longer than others, or leave before them, as clients want it.
+
+A part of `Catalog`, whose lock its methods take. Sessions make their chains leave last
+(`chain_users`), pins keep chains in place (`timed_pins`), and a session that is forgotten leaves at
+once (`forgetting`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from hetero_connector.artifacts.record import ChunkKey
+from hetero_connector.store.base import Pinned, PinRefusal
+from hetero_connector.store.catalog.chain_users import ChainUsers
+from hetero_connector.store.catalog.forgetting import forget_up_from
+from hetero_connector.store.catalog.loads import Loads
+from hetero_connector.store.catalog.nodes import Node
+from hetero_connector.store.catalog.prefetch import Prefetcher
+from hetero_connector.store.catalog.tiers import Tiers
+
+
+class Retention:
+    """See the module."""
+
+    def __init__(
+        self,
+        lock: threading.Condition,
+        tiers: Tiers,
+        loads: Loads,
+        users: ChainUsers,
+        prefetcher: Prefetcher,
+        clock: Callable[[], float],
+    ) -> None:
+        """`lock`: the catalog's."""
+        self._lock = lock
+        self._tiers = tiers
+        self._loads = loads
+        self._users = users
+        self._prefetcher = prefetcher
+        self._clock = clock
+        self._pins = tiers.timed_pins
+
+    @property
+    def look_s(self) -> float:
+        """The clock when `expire` has something to do. May be read without the lock."""
+        return self._pins.next_s
+
+    def expire(self) -> bool:
+        """End a pin whose time is over; return whether more are due."""
+        with self._lock:
+            return self._pins.expire(self._clock())
+
+    def protect_chain(
+        self,
+        session: Hashable,
+        leaves: Sequence[ChunkKey],
+        until_s: float,
+        tenant: bytes,
+        *,
+        is_served: bool,
+    ) -> None:
+        """Make the session a user of its chain; see `ArtifactStore.protect_chain`.
+
+        `is_served`: an I/O thread removes users whose time is over; else that is done here.
+        """
+        with self._lock:
+            node = self._find(leaves)
+            if not is_served:
+                self._users.expire(1)
+            if node is None:
+                self._users.remove(session)
+            else:
+                self._users.add(session, node, until_s, tenant)
+
+    def pin_chain(
+        self,
+        name: Hashable,
+        leaves: Sequence[ChunkKey],
+        seconds: float,
+        tenant: bytes,
+        *,
+        is_bounded: bool,
+    ) -> Pinned | PinRefusal:
+        """Keep a chain in place; see `ArtifactStore.pin_chain`."""
+        with self._lock:
+            node = self._find(leaves)
+            if node is None:
+                return PinRefusal.NOT_STORED
+            until_s = self._clock() + seconds
+            return self._pins.add(name, node, until_s, tenant, is_bounded=is_bounded)
+
+    def unpin_chain(self, name: Hashable) -> int:
+        """End a pin; return the tokens that it kept in place."""
+        with self._lock:
+            return self._pins.remove(name)
+
+    def unpin_tenant(self, tenant: bytes) -> None:
+        """End all pins of a tenant."""
+        with self._lock:
+            self._pins.remove_tenant(tenant)
+
+    def pin_end_s(self, name: Hashable) -> float | None:
+        """Return when a pin ends, by the store's clock; None without one."""
+        with self._lock:
+            return self._pins.end_s(name)
+
+    def end_session(self, session: Hashable, leaves: Iterable[ChunkKey]) -> Sequence[Node]:
+        """Let the session use, expect and pin nothing; return those of `leaves` that are known."""
+        with self._lock:
+            self._users.remove(session)
+            self._pins.remove(session)
+            self._prefetcher.schedule.cancel(session)
+            return list(filter(None, map(self._tiers.index.nodes.get, leaves)))
+
+    def forget_up_from(self, nodes: Sequence[Node], limit: int) -> tuple[int, Sequence[Node]]:
+        """Forget up to `limit` chunks that nothing else needs; see `forgetting`."""
+        with self._lock:
+            return forget_up_from(self._tiers, self._loads, nodes, limit)
+
+    def _find(self, leaves: Iterable[ChunkKey]) -> Node | None:
+        """Return the first of the chunks that is known."""
+        return next(filter(None, map(self._tiers.index.nodes.get, leaves)), None)
