@@ -107,6 +107,10 @@ class CommandError(HeteroCacheError, ValueError):
     """A command to a running engine is malformed, or it could not be carried out."""
 
 
+class MalformedCommandError(CommandError):
+    """A command has an argument that is unknown, missing or wrong: nothing was done."""
+
+
 class LoadLostError(HeteroCacheError, RuntimeError):
     """Tokens that vLLM counts as computed were not loaded, and vLLM cannot take them back."""
 

@@ -260,7 +260,21 @@ def check_pip(arguments: list[str]) -> None:
     assert arguments[0] == "install"  # the arguments are checked below
 
 
+def check_curl(arguments: list[str]) -> None:
+    from hetero_connector.engine.api.routes import PREFIX, make_router
+
+    (url,) = [x for x in arguments if x.startswith("localhost:8000/")]
+    route = url.removeprefix("localhost:8000")
+    has_body = "--json" in arguments or "POST" in arguments
+    known = {(method, x.path) for x in make_router().routes for method in x.methods}
+    if route.startswith(PREFIX):
+        assert ("POST" if has_body else "GET", route) in known
+    if "--json" in arguments:
+        assert isinstance(json.loads(arguments[arguments.index("--json") + 1]), dict)
+
+
 CHECKS = {
+    "curl": check_curl,
     "make": check_make,
     "heterocache": check_heterocache,
     "vllm": check_vllm,

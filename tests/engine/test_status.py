@@ -10,6 +10,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,72 @@ def test_a_client_that_sends_a_byte_now_and_then_is_not_listened_to_for_long(
             time.sleep(0.02)
         else:
             pytest.fail("it still listens")
+
+
+def test_a_hundred_clients_are_all_answered(server: StatusServer, path: Path) -> None:
+    with ThreadPoolExecutor(100) as pool:
+        answers = list(pool.map(lambda _: ask(path, "status"), range(100)))
+    assert answers == [{"tiers": [1, 2]}] * 100
+
+
+def test_a_line_of_50_mb_is_not_kept(server: StatusServer, path: Path) -> None:
+    part, sent = b"x" * (1 << 20), 0
+    with connect(path) as connection:
+        try:
+            while sent < 50:
+                connection.sendall(part)
+                sent += 1
+        except (ConnectionResetError, BrokenPipeError):
+            pass
+    assert sent <= MAX_REQUEST_BYTES // len(part) + 2, "it goes on reading"
+    assert ask(path, "status") == {"tiers": [1, 2]}
+
+
+@pytest.mark.parametrize("reads", [0, 1])
+def test_a_client_that_reads_slowly_holds_no_place_for_long(
+    path: Path, monkeypatch: pytest.MonkeyPatch, reads: int
+) -> None:
+    monkeypatch.setattr(status_socket, "_PATIENCE_S", 0.5)
+    long = "x" * (4 << 20)
+    server = StatusServer(path, {"status": lambda: {"tiers": [1, 2]}, "long": lambda: {"x": long}})
+    try:
+        slow = []
+        for _ in range(status_socket.MAX_CLIENTS):
+            slow.append(connect(path))
+            slow[-1].sendall(b'{"get": "long"}\n')
+            assert len(slow[-1].recv(reads)) == reads
+        assert ask(path, "status") == {"tiers": [1, 2]}
+        for connection in slow:
+            connection.close()
+    finally:
+        server.close()
+
+
+def test_what_is_no_socket_of_an_engine_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names are not read as paths, and nothing outside of the folder is opened or removed."""
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    monkeypatch.setattr(rendezvous, "_directory", lambda: folder)
+    own = f"{rendezvous._pid_namespace()}.{os.getpid()}.status"
+    secret = tmp_path / "secret"
+    secret.write_text("{}")
+    (folder / f"link.1.{own}").symlink_to(secret)
+    (folder / f"dangling.1.{own}").symlink_to("/nowhere/at/all")
+    (folder / f"folder.1.{own}").mkdir()
+    (folder / f"file.1.{own}").write_text('{"engine": 1}')
+    os.mkfifo(folder / f"pipe.1.{own}")
+    (folder / f"\x1b[31m..\n$(id).1.{own}").write_text("")
+    assert engines.find() == []
+    assert rendezvous.sockets_of_server("../secret", None) == []
+    assert rendezvous.sockets_of_server(".*", None) == []
+    assert secret.read_text() == "{}"
+    dead = folder / f"dead.1.{rendezvous._pid_namespace()}.999999999.status"
+    dead.symlink_to(secret)
+    rendezvous.status_path("e")
+    assert not dead.is_symlink(), "left by an engine that was killed"
+    assert secret.exists(), "the link is removed, and not what it leads to"
 
 
 def test_an_answer_that_fails_is_logged_and_costs_one_connection(

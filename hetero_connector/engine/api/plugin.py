@@ -40,7 +40,10 @@ class HeteroRoutes:
         self, engine_client: EngineClient | None, state: State, args: Namespace
     ) -> None:
         """Keep in `state` what the routes need. A server without engines has no client."""
+        from hetero_connector.engine.api.command_routes import has_api_key
+
         state.heterocache_engines = None
+        state.heterocache_has_key = has_api_key(args)
         if engine_client is not None and any(
             True for _ in extra_configs(engine_client.vllm_config.kv_transfer_config)
         ):

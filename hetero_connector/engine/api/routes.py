@@ -8,7 +8,9 @@ from collections.abc import Awaitable, Callable
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from hetero_connector.engine.api.engines import Answer, Engines
+from hetero_connector.engine.api.answers import NO_ENGINES, answered, failed
+from hetero_connector.engine.api.command_routes import add_commands
+from hetero_connector.engine.api.engines import Engines
 
 PREFIX = "/v1/heterocache"
 QUESTIONS = {
@@ -26,6 +28,7 @@ def make_router() -> APIRouter:
         router.add_api_route(
             f"/{name}", _asker(name), methods=["GET"], name=name, description=description
         )
+    add_commands(router)
     router.add_api_route("/requests/{request_id:path}", report, methods=["GET"], name="report")
     return router
 
@@ -34,7 +37,7 @@ async def report(request_id: str, request: Request) -> JSONResponse:
     """Return the reports of one request, by the id of its answer: one for each of its prompts."""
     engines: Engines | None = request.app.state.heterocache_engines
     if engines is None:
-        return failed(503, _NO_ENGINES)
+        return failed(503, NO_ENGINES)
     answers = await engines.ask({"get": "decisions"})
     if all("error" in answer for answer in answers):
         return answered(engines, answers)
@@ -60,37 +63,13 @@ def _asker(name: str) -> Callable[[Request], Awaitable[JSONResponse]]:
     async def ask(request: Request) -> JSONResponse:
         engines: Engines | None = request.app.state.heterocache_engines
         if engines is None:
-            return failed(503, _NO_ENGINES)
+            return failed(503, NO_ENGINES)
         return answered(engines, await engines.ask({"get": name}))
 
     return ask
 
 
-def answered(engines: Engines, answers: list[Answer]) -> JSONResponse:
-    """Return the answers; 503 if there is none."""
-    good = [answer for answer in answers if "error" not in answer]
-    body = {"engines": answers, "count": engines.count}
-    if not good:
-        problems = "; ".join(str(answer["error"]) for answer in answers)
-        return failed(503, problems or _NOT_HERE, body)
-    return JSONResponse(body)
-
-
-def failed(status: int, message: str, more: Answer | None = None) -> JSONResponse:
-    """Return an error in the form of vLLM's own."""
-    error = {"message": message, "type": "heterocache", "code": status}
-    return JSONResponse({**(more or {}), "error": error}, status_code=status)
-
-
-_NO_ENGINES = (
-    "this server has no engine with HeteroConnector: start it with --kv-transfer-config "
-    """'{"kv_connector": "HeteroConnector", "kv_role": "kv_both"}'"""
-)
 _NO_REPORT = (
     "no engine has a report of this request: each keeps those of its newest 256 requests, from "
     "their first token on, by the id of the answer"
-)
-_NOT_HERE = (
-    "no engine of this server has opened a socket on this host: see the engines' logs, and ask "
-    "engines on other hosts there with `heterocache status`"
 )

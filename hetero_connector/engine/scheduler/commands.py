@@ -27,7 +27,7 @@ from hetero_connector.engine.scheduler.session_book import (
     tenant_of,
 )
 from hetero_connector.engine.scheduler.step_calls import StepCalls
-from hetero_connector.errors import CommandError
+from hetero_connector.errors import CommandError, MalformedCommandError
 from hetero_connector.spec.state_types import Family
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import PinRefusal
@@ -101,7 +101,7 @@ class Commands:
         session, salt = take.text("session"), take.text("salt")
         is_all = take.flag("all")
         if is_all == (session is not None or salt is not None):
-            raise CommandError(
+            raise MalformedCommandError(
                 "say what to clear: session (with its salt, if it has one), salt, or all alone"
             )
         if session is not None:
@@ -257,12 +257,12 @@ class Commands:
 
 
 class Taker:
-    """Takes a command's arguments. Raises CommandError for one that is unknown or malformed."""
+    """Takes a command's arguments. Raises MalformedCommandError for an unknown or wrong one."""
 
     def __init__(self, arguments: Arguments, *names: str) -> None:
         self._arguments = arguments
         if unknown := sorted(str(name) for name in arguments if name not in names):
-            raise CommandError(
+            raise MalformedCommandError(
                 f"unknown argument {', '.join(unknown)[:_MAX_TEXT]}: known are {', '.join(names)}"
             )
 
@@ -276,14 +276,14 @@ class Taker:
         if value is None:
             return None
         if not isinstance(value, str) or not 0 < len(value) <= _MAX_TEXT:
-            raise CommandError(f"{name} must be a text of 1 to {_MAX_TEXT} characters")
+            raise MalformedCommandError(f"{name} must be a text of 1 to {_MAX_TEXT} characters")
         return value
 
     def flag(self, name: str) -> bool:
         """Return a boolean; False if it is not given."""
         value = self._arguments.get(name, False)
         if not isinstance(value, bool):
-            raise CommandError(f"{name} must be true or false")
+            raise MalformedCommandError(f"{name} must be true or false")
         return value
 
     def seconds(self, name: str, default: float) -> float:
@@ -295,7 +295,7 @@ class Taker:
         value = self._arguments.get(name, default)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not 0 < value <= most:
-            raise CommandError(f"{name} must be {unit}, above 0 and at most {most:.0f}")
+            raise MalformedCommandError(f"{name} must be {unit}, above 0 and at most {most:.0f}")
         return float(value)
 
     def tokens(self, name: str) -> array[int]:
@@ -308,7 +308,7 @@ class Taker:
                     return tokens
         except ValueError:
             pass
-        raise CommandError(
+        raise MalformedCommandError(
             f"{name} must be a prompt's token ids, 32 bits each, in base64, and not empty"
         )
 

@@ -4,7 +4,8 @@ The socket lies in the user's private folder (`startup.rendezvous`), so only thi
 Threads answer from snapshots; what a command needs of the scheduler's thread, it asks for.
 
     client -> engine   one line of JSON: {"get": "status"}, or {"do": "clear", ...} with arguments
-    engine -> client   one JSON object, then the connection ends: the answer, or {"error": text}
+    engine -> client   one JSON object, then the connection ends: the answer, or {"error": text};
+                       for wrong arguments with "malformed": true
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_connector.errors import CommandError
+from hetero_connector.errors import CommandError, MalformedCommandError
 
 logger = logging.getLogger("vllm.heterocache")
 
@@ -113,6 +114,8 @@ class StatusServer:
             return {"error": self._usage()}
         try:
             return command(request)
+        except MalformedCommandError as error:
+            return {"error": str(error), "malformed": True}
         except CommandError as error:
             return {"error": str(error)}
 
