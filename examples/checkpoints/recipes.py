@@ -130,6 +130,15 @@ _QWEN3_NEXT = Recipe(
     dtype=torch.bfloat16,  # the only type of the CPU's GDN kernels
 )
 
+_QWEN3_NEXT_STAGES = Recipe(
+    # Full attention in both halves: vLLM wants the same page layouts of all pipeline stages.
+    _QWEN3_NEXT.model_type,
+    _QWEN3_NEXT.config | {"layer_types": [LINEAR, FULL] * 2},
+    _QWEN3_NEXT.gains,
+    _QWEN3_NEXT.layer_gains,
+    _QWEN3_NEXT.dtype,
+)
+
 _LLAMA4 = Recipe(
     # Local attention in chunks of 512 tokens, and a layer without positions in three. No experts.
     "llama4_text",
@@ -195,6 +204,7 @@ RECIPES: dict[str, Recipe] = {
     "llama4": _LLAMA4,
     "mla": _MLA,
     "qwen3_next": _QWEN3_NEXT,
+    "qwen3_next-stages": _QWEN3_NEXT_STAGES,
 }
 RECIPES |= {
     f"{name}-bf16": Recipe(r.model_type, r.config, r.gains, r.layer_gains, torch.bfloat16)

@@ -24,7 +24,14 @@ pytestmark = pytest.mark.engine
 PROMPT = prompt_tokens(1400, seed=91)
 
 
-@pytest.mark.parametrize("model", ["gemma3", pytest.param("dense", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "gemma3",
+        pytest.param("dense", marks=pytest.mark.slow),
+        pytest.param("qwen3_next-stages", marks=pytest.mark.slow),
+    ],
+)
 def test_stages_restore_their_own_layers(model: str) -> None:
     with engine(model, {"dram_gib": 0.1}, **TWO_STAGES) as llm:
         generate(llm, PROMPT)
@@ -35,7 +42,7 @@ def test_stages_restore_their_own_layers(model: str) -> None:
             reference = generate(llm, PROMPT, max_tokens=8)
         forget_local(llm)
         restored = generate(llm, PROMPT, max_tokens=8)
-        assert restored.num_cached_tokens == reference.num_cached_tokens == 1376
+        assert restored.num_cached_tokens == reference.num_cached_tokens >= 1280
         assert restored.tokens == reference.tokens
         assert delta(restored, reference) == 0.0
         assert_no_leaks(llm)
