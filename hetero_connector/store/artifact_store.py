@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -380,6 +381,19 @@ class ArtifactStore:
         """Return reads that ended or were given up since the last call: the newest 256 at most."""
         timings = self.catalog.loads.timings
         return [timings.popleft() for _ in range(len(timings))]
+
+    @contextlib.contextmanager
+    def watch_transfers(self, on_end: Callable[[str, float, float], None]) -> Iterator[None]:
+        """Call `on_end(device, began_s, ended_s)` on the I/O thread for every batch that ends."""
+        io_thread = self.io_thread
+        runners = {} if io_thread is None else io_thread.runners
+        for name, runner in runners.items():
+            runner.on_end = partial(on_end, name)
+        try:
+            yield
+        finally:
+            for runner in runners.values():
+                runner.on_end = None
 
     def flush(self, deadline_s: float) -> bool:
         """Wait until everything sealed is on SSD; False if the deadline passed first.

@@ -65,6 +65,11 @@ class BatchRunner(Generic[B]):
         self.late: list[B] = []
         """Given up, but not done: the device may still touch their memory."""
         self._clock = clock
+        self.on_end: Callable[[float, float], None] | None = None
+        """Called with the begin and the end of every batch that ended before its deadline. Any
+        thread may set it."""
+        self._began_s: dict[int, float] = {}
+        """By identity, for batches under way."""
 
     def step(self) -> bool:
         """Begin what fits, settle what has ended; return whether anything changed."""
@@ -73,14 +78,19 @@ class BatchRunner(Generic[B]):
             batches = self.device.begin()
             if not batches:
                 break
-            self.active += batches
+            for batch in batches:
+                self.add(batch)
             moved = True
         for batch in list(self.active):
             moved = batch.poll() or moved
             if batch.is_done:
                 self.active.remove(batch)
+                began_s, on_end = self._began_s.pop(id(batch)), self.on_end
+                if on_end is not None:
+                    on_end(began_s, self._clock())
             elif self._clock() >= batch.deadline_s:
                 self.active.remove(batch)
+                del self._began_s[id(batch)]
                 self.late.append(batch)
                 self.device.give_up(batch)
                 moved = True
@@ -94,3 +104,4 @@ class BatchRunner(Generic[B]):
     def add(self, batch: B) -> None:
         """Run a batch that was begun elsewhere."""
         self.active.append(batch)
+        self._began_s[id(batch)] = self._clock()

@@ -14,7 +14,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -114,6 +115,16 @@ class IoThread:
         self._thread = threading.Thread(target=self._run, name="heterocache-io", daemon=True)
         self._stop_by_s = math.inf
         self._is_clean = False
+
+    @property
+    def runners(self) -> Mapping[str, BatchRunner[Any]]:
+        """Return what moves batches, by a name for people."""
+        found: dict[str, BatchRunner[Any]] = {}
+        if self.ssd is not None:
+            found |= {"SSD reads": self.ssd.reads, "SSD writes": self.ssd.writes}
+        if self.fleet is not None:
+            found |= {"peer reads": self.fleet.peers, "adoption": self.fleet.adoption}
+        return found
 
     def start(self) -> None:
         """Start the thread."""

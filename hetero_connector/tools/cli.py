@@ -347,6 +347,12 @@ def simulate(
         ),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Simulations to run in parallel.")] = 1,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Record the only simulation, for https://ui.perfetto.dev."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Simulate a fleet on a recorded trace."""
@@ -356,7 +362,9 @@ def simulate(
 
         inputs = Inputs(trace, format, fleet)
         names = [name for name in policies.split(",") if name]
-        command.sweep(inputs, names, sweep or [], out, processes, as_json=as_json)
+        command.sweep(
+            inputs, names, sweep or [], out, processes, as_json=as_json, timeline=timeline
+        )
     except ImportError as e:  # msgspec raises its own where PyYAML is missing
         return complain(f"{e.name or e} is missing: pip install 'heterocache[sim]'")
     except (HeteroCacheError, OSError) as e:

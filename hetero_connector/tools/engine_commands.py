@@ -49,6 +49,7 @@ def register(app: typer.Typer) -> None:
         (warm, "warm system-prompt.txt", "warm ids.json --keep 3600"),
         (drain, "drain --wait 120", "drain --resume"),
         (scrub, "scrub", "scrub --rate 500", "scrub --stop"),
+        (timeline, "timeline --seconds 10 --out timeline.json"),
     ):
         command(app, ENGINES, *examples)(function)
 
@@ -190,6 +191,40 @@ def scrub(
 
     order = {"do": "scrub", "mib_per_s": None if stop else rate, "stop": stop}
     return _carry_out(engine, order, told, as_json)
+
+
+def timeline(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File to write.")] = Path(
+        "heterocache-timeline.json"
+    ),
+    seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, max=60.0, help="Record for so long.")
+    ] = 5.0,
+    engine: _Engine = None,
+) -> int:
+    """Record what running engines do, for https://ui.perfetto.dev."""
+    from hetero_connector.tools import engines
+    from hetero_connector.tools.recording import timeline_of
+
+    found = engines.find(engine)
+    if not found:
+        note(_NO_ENGINE)
+        return EXIT_BAD
+    try:
+        out.touch()  # fails before the recording, not after it
+        answers = engines.do(found, {"do": "record", "seconds": seconds}, seconds)
+        timeline_of({x.title: y for x, y in zip(found, answers, strict=True)}).write(out)
+    except OSError as error:
+        return complain(error)
+    code = EXIT_OK
+    for x, answer in zip(found, answers, strict=True):
+        if problem := answer.get("error"):
+            note(f"{x.title}: {problem}")
+            code = EXIT_BAD
+        elif not answer["is_complete"]:
+            note(f"{x.title}: more happened than is kept: record for fewer seconds")
+    print(f"written: {out}")
+    return code
 
 
 def _carry_out(

@@ -11,12 +11,14 @@ from typing import TypeVar
 from hetero_connector.errors import SimulationError
 from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.state_types import StateType
+from hetero_connector.timeline import Timeline
 from hetero_connector.units import GIB
 from ownership.simulator.figures import Figures, Overhead, SimulationResult, mean, percentile
 from ownership.simulator.fleet_file import FleetSpec
 from ownership.simulator.machine.channel import Flow
 from ownership.simulator.machine.worker import Flows, Worker
 from ownership.simulator.policies import PolicySpec
+from ownership.simulator.recording import Recording
 from ownership.simulator.simulation import FleetSimulation
 from ownership.simulator.state.chunks import chunk_tokens_for
 from ownership.simulator.state.shape import StateShape, dense_paged
@@ -34,11 +36,13 @@ def simulate(
     *,
     on_answer: Callable[[], None] | None = None,
     timer: Callable[[], float] = time.perf_counter,
+    timeline: Timeline | None = None,
 ) -> SimulationResult:
     """Simulate from the first arrival to the last answer.
 
     `workload`: how the trace is sent; None: as recorded. `on_answer` is called after every answer.
-    `timer` measures what decisions take; the figures do not depend on it.
+    `timer` measures what decisions take; the figures do not depend on it. Everything that the
+    workers do is added to `timeline`, about 2 kB a request.
 
     Raises:
         TraceError: the trace is not what its format says.
@@ -52,8 +56,9 @@ def simulate(
     gc.disable()  # only runs of chunks are in reference cycles: all are freed after the simulation
     try:
         run = FleetSimulation(
-            fleet, policy, shape, iter(sent), trace.block_tokens, workload.seed, timer, on_answer
-        )
+            fleet, policy, shape, iter(sent), trace.block_tokens, workload.seed, timer, on_answer,
+            None if timeline is None else Recording(timeline),
+        )  # fmt: skip
         run.run()
         decisions = run.tally.decision_s
         parameters = {k: v for k, v in asdict(workload).items() if v is not None and k != "seed"}

@@ -16,6 +16,7 @@ from ownership.simulator.fleet_file import FleetSpec
 from ownership.simulator.machine.request import LiveRequest
 from ownership.simulator.machine.worker import Worker
 from ownership.simulator.policies import PolicySpec
+from ownership.simulator.recording import Recording
 from ownership.simulator.sessions import LiveSession, Sessions
 from ownership.simulator.state.chunks import ShortChunk, short_chunk
 from ownership.simulator.state.owners import ChunkOwners, ChunkRanges
@@ -41,6 +42,7 @@ class FleetSimulation:
         seed: int,
         timer: Callable[[], float] = time.perf_counter,
         on_answer: Callable[[], None] | None = None,
+        recording: Recording | None = None,
     ) -> None:
         """`timer` measures decisions. `on_answer` is called after every answer."""
         self.loop, self.tally = EventLoop(), Tally()
@@ -53,6 +55,10 @@ class FleetSimulation:
             )
             for spec in policy.limited(fleet.workers)
         }  # fmt: skip
+        self._recording = recording
+        if recording is not None:
+            for worker in self.workers.values():
+                recording.watch(worker)
         self._changed: set[str] = set()
         """Workers whose load has changed since the last decision."""
         self.ended_s = 0.0
@@ -226,6 +232,8 @@ class FleetSimulation:
 
     def _on_finished(self, worker: Worker, request: LiveRequest) -> None:
         self._changed.add(worker.name)
+        if self._recording is not None:
+            self._recording.add_request(worker.name, request, self.loop.now_s)
         if request.decodes_elsewhere:
             self._hand_off(worker, request)
             return

@@ -6,6 +6,7 @@ import json
 import re
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ import pytest
 
 from examples.checkpoints import write_checkpoint
 from examples.serving import Server, kv_transfer_config
+from hetero_connector.tools.cli import main
+from tests.chrome_trace import read_trace
 from tests.engine.collector import Collector, attributes, wait_until
 from tests.engine.harness import CHECKPOINTS, prompt_tokens
 
@@ -47,11 +50,12 @@ class Traced(NamedTuple):
         self.server.reset_prefix_cache()
         return self.send(headers, **request)
 
+    def get(self, path: str) -> dict[str, Any]:
+        with urllib.request.urlopen(self.server.url + path, timeout=10) as response:
+            return dict(json.load(response))
+
     def by_id(self, request_id: str) -> dict[str, Any]:
-        with urllib.request.urlopen(
-            f"{self.server.url}/v1/heterocache/requests/{request_id}", timeout=10
-        ) as response:
-            (report,) = json.load(response)["reports"]
+        (report,) = self.get(f"/v1/heterocache/requests/{request_id}")["reports"]
         return dict(report)
 
 
@@ -162,6 +166,31 @@ def test_each_request_is_a_line_of_json_in_the_log(traced: Traced) -> None:
     lines = wait_until(lambda: [x for x in traced.log.read_text().splitlines() if request_id in x])
     (report,) = map(json.loads, lines)
     assert report == traced.by_id(request_id)
+
+
+def test_a_timeline_shows_what_the_server_s_engine_did(traced: Traced, tmp_path: Path) -> None:
+    (engine,) = traced.get("/v1/heterocache/status")["engines"]
+    out = tmp_path / "timeline.json"
+    arguments = ["timeline", "--seconds", "3", "--out", str(out)]
+    arguments += ["--engine", str(engine["engine"]["pid"])]
+    with ThreadPoolExecutor() as pool:
+        command = pool.submit(main, arguments)
+        while not command.done():
+            traced.restored(max_tokens=8)
+        assert command.result() == 0
+    slices = read_trace(out)
+    (process,) = {x.process for x in slices}
+    assert str(engine["engine"]["pid"]) in process
+    requests = [x for x in slices if x.track == "requests" and x.args]
+    steps = [x for x in slices if x.track == "engine"]
+    loads = [x for x in slices if x.track == "loads from DRAM"]
+    whole = [x for x in requests if x.begin_us > 0 and x.args["finish"] == "length"]
+    assert len(whole) > 2
+    for request in whole[1:-1]:
+        inside = [x for x in steps if request.begin_us <= x.begin_us <= request.end_us]
+        assert sum(x.args["tokens"] for x in inside) == 28 + 7, "the rest of the prompt, decodes"
+        (load,) = (x for x in loads if x.args["request"] == request.name)
+        assert load.args["to_token"] == 672
 
 
 def test_requests_do_not_wait_for_a_collector_that_is_gone(traced: Traced) -> None:

@@ -14,7 +14,8 @@ from hetero_connector.errors import StoreError
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.ssd.journal_connection import sqlite_errors
 from hetero_connector.store.ssd.journal_format import CorruptJournalError
-from hetero_connector.tools.cli import EXIT_OK, EXIT_UNUSABLE, main
+from hetero_connector.tools.cli import main
+from hetero_connector.tools.command import EXIT_OK, EXIT_UNUSABLE
 from tests.store.filling import (
     FINGERPRINT,
     SIZES,

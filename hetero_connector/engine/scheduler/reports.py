@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,12 +48,13 @@ class Reports:
         self._recorder = recorder
         self._errors = errors
         self._thread = BackgroundThread("heterocache-reports")
+        self._keeps_all = False
 
     def on_finished(self, request: Request, tracker: RequestTracker | None) -> RequestReport | None:
         """Have the end of a request written; return its report if its client asked for one."""
         is_wanted = is_report_wanted(request)
         is_written = self.spans is not None or log.isEnabledFor(logging.DEBUG)
-        if not (is_wanted or is_written):
+        if not (is_wanted or is_written or self._keeps_all):
             return None
         try:
             report = self._predictions.finish(request, tracker)
@@ -64,6 +66,19 @@ class Reports:
             self._errors.count("report", error)
             return None
         return report if is_wanted else None
+
+    @contextmanager
+    def keep_all(self) -> Iterator[None]:
+        """Let the reports of all requests say how they ended. Belongs to one thread at a time."""
+        self._keeps_all = True
+        try:
+            yield
+        finally:
+            self._keeps_all = False
+
+    def newest(self) -> list[RequestReport]:
+        """Return the reports of the newest requests. Any thread may ask."""
+        return self._predictions.recent()
 
     def close(self) -> None:
         """End the thread after the reports that wait. Does not wait for it."""

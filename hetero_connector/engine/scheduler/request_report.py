@@ -114,6 +114,11 @@ class RequestReport(NamedTuple):
     output_tokens: int = 0
     preemptions: int = 0
 
+    @property
+    def ended_at(self) -> float:
+        """Seconds since the epoch: its end, or else its first token."""
+        return self.time + (self.finished_s or self.first_token_s or 0.0)
+
     def phases(self) -> list[Phase]:
         """Return what the request went through, in order of time, without what took no time.
 

@@ -32,6 +32,7 @@ from hetero_connector.engine.scheduler.chain_root import ChainRoot
 from hetero_connector.engine.scheduler.commands import Commands
 from hetero_connector.engine.scheduler.cost_learner import CostLearner
 from hetero_connector.engine.scheduler.early_saves import EarlySaves
+from hetero_connector.engine.scheduler.engine_recorder import EngineRecorder
 from hetero_connector.engine.scheduler.fleet import Fleet
 from hetero_connector.engine.scheduler.idle_steps import IdleSteps
 from hetero_connector.engine.scheduler.learned import LearnedKeeper
@@ -151,6 +152,7 @@ class SchedulerSide:
         self._queue = RequestQueue()
         self._errors = HookErrors(recorder)
         self.reports = Reports(self.predictions, recorder, self._errors)
+        self._engine_recorder = EngineRecorder(self.reports, store, clock)
         self._replays = Replays(layout.model, policies.window_replay, self._restorer)
         self._counter = RestoreCounter(layout, recorder, clock)
         self._admissions = Admissions(
@@ -250,6 +252,7 @@ class SchedulerSide:
             self.root.adopt_fleet_reset()
         except Exception as error:  # the loads that vLLM counts on are ordered already
             self._errors.count("build_connector_meta", error)
+        self._engine_recorder.on_step(output, meta)
         self.commands.steps.run()  # the loads are ordered: no command can drop one
         self._yield_if_idle(output, meta)
         return meta
@@ -270,6 +273,7 @@ class SchedulerSide:
 
     def on_report(self, report: WorkerReport) -> None:
         """`update_connector_output`: seal the finished saves and release the finished loads."""
+        self._engine_recorder.on_report(report)
         self._broken |= report.broken
         if report.broken and self._events is not None:
             self._events.on_new_root(None)
@@ -361,7 +365,8 @@ class SchedulerSide:
             self.commands.activity,
         )
         try:
-            self._status = StatusServer(path, status.answers(), self.commands.by_name())
+            commands = {**self.commands.by_name(), "record": self._engine_recorder.record}
+            self._status = StatusServer(path, status.answers(), commands)
         except OSError as error:
             logger.warning("no status socket at %s: %s", path, error)
 
@@ -382,6 +387,7 @@ class SchedulerSide:
             self._status.close()
         if self._keeper is not None:
             self._keeper.close()
+        self._engine_recorder.close()
         self.reports.close()
         self.identifier.close()
         self._peers.close()

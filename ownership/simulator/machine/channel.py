@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ownership.simulator.state.chunks import ShortChunk
@@ -42,10 +42,15 @@ class Channel:
 
     def __init__(self) -> None:
         self.busy_until_s = 0.0
+        self.on_transfer: Callable[[float, float], None] | None = None
+        """Called with the begin and the end of every transfer."""
 
     def start(self, now_s: float, seconds: float) -> float:
         """Start a transfer that takes `seconds` by itself; return when it ends."""
-        self.busy_until_s = max(now_s, self.busy_until_s) + seconds
+        begin_s = max(now_s, self.busy_until_s)
+        self.busy_until_s = begin_s + seconds
+        if self.on_transfer is not None:
+            self.on_transfer(begin_s, self.busy_until_s)
         return self.busy_until_s
 
     def pending_s(self, now_s: float) -> float:

@@ -95,6 +95,18 @@ class StepTimes:
         return found
 
 
+class StepRecord(NamedTuple):
+    """Successive steps of an engine, as one event."""
+
+    begin_s: float
+    end_s: float
+    steps: int
+    prefill_tokens: int
+    decodes: int
+    load_s: float
+    """Seconds of loading from DRAM to pages at the same time."""
+
+
 class _DecodeEvent(NamedTuple):
     """Steps of decodes alone, as one event."""
 
@@ -124,6 +136,7 @@ class BatchEngine:
     """Prompt tokens not computed yet."""
     residence_s: float = 0.0
     """Mean seconds for which recent requests held their pages."""
+    on_step: Callable[[StepRecord], None] | None = None
 
     def __post_init__(self) -> None:
         self._decodes: list[tuple[int, int, LiveRequest]] = []
@@ -136,6 +149,7 @@ class BatchEngine:
         self._mixed_s = 0.0
         """Seconds of the current step, if it has prefills; and bytes of its window pages."""
         self._step_bytes = 0
+        self._load_s = 0.0
         self._pages = DecodePages(self.memory.shape.page_tokens)
         self._layers = self.memory.shape.footprint.num_layers
 
@@ -228,7 +242,7 @@ class BatchEngine:
             seconds = max(compute_s, load_s) + load_s / self._layers
             self.totals.exposed_s += seconds - compute_s
         self._step_bytes = self.admission.take_step_pages(tokens)
-        self._mixed_s = scheduling_s + seconds
+        self._mixed_s, self._load_s = scheduling_s + seconds, load_s
         self._announce_end(self._mixed_s)
 
     def _begin_decodes(self) -> None:
@@ -265,6 +279,8 @@ class BatchEngine:
         steps = event.steps if event else 1
         seconds = self.loop.now_s - event.begun_s if event else self._mixed_s
         self.totals.busy_s += seconds
+        if self.on_step is not None:
+            self._report_step(self.on_step, steps, seconds, is_mixed=event is None)
         if decodes:
             self.totals.decode_s += decodes * seconds
             self.totals.decoded_tokens += decodes * steps
@@ -276,6 +292,13 @@ class BatchEngine:
             self.admission.free_step_pages(self._step_bytes)
             self._end_prefills()
         self._begin()
+
+    def _report_step(
+        self, report: Callable[[StepRecord], None], steps: int, seconds: float, *, is_mixed: bool
+    ) -> None:
+        tokens = sum(x.step_tokens for x in self.prefilling) if is_mixed else 0
+        end_s, load_s = self.loop.now_s, self._load_s if is_mixed else 0.0
+        report(StepRecord(end_s - seconds, end_s, steps, tokens, len(self._decodes), load_s))
 
     def _end_prefills(self) -> None:
         left = []

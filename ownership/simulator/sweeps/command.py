@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from hetero_connector.errors import SimulationError
+from hetero_connector.timeline import Timeline
 from ownership.simulator.fleet_file import FleetSpec, read_fleet
 from ownership.simulator.simulate import chunk_tokens_of
 from ownership.simulator.sweeps.report import about, as_markdown, rows
@@ -21,29 +22,35 @@ from ownership.simulator.sweeps.running import (
     parse_sweep,
     points,
     run,
+    simulate_point,
 )
 from ownership.simulator.traces.readers import open_trace
 
 
 def sweep(
     inputs: Inputs, policies: Sequence[str], sweeps: Sequence[str], out: Path, processes: int,
-    *, as_json: bool,
+    *, as_json: bool, timeline: Path | None = None,
 ) -> None:  # fmt: skip
     """Simulate, and write `results.jsonl` and `report.md` into `out`.
 
-    Points that are in `results.jsonl` already are not simulated again.
+    Points that are in `results.jsonl` already are not simulated again, except the only one if it is
+    to be recorded: `timeline` is the file for that.
 
     Raises:
         SimulationError, TraceError: the inputs are wrong; nothing was simulated.
         OSError: the directory cannot be written.
     """
     wanted = list(points(policies, _values(sweeps)))
+    if timeline is not None and len(wanted) > 1:
+        raise SimulationError("--timeline", "records one simulation: give one policy and no sweep")
     fleet = read_fleet(inputs.fleet)
     for size in {point.workers for point in wanted} - {None}:
         fleet.of_size(size or 0)
     _check_trace(inputs, wanted, fleet)
     out.mkdir(parents=True, exist_ok=True)
     results = ResultFile(out / "results.jsonl", inputs.digest())
+    if timeline is not None:
+        _record(inputs, wanted[0], results, timeline)
     done = sum(point in results for point in wanted)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
@@ -53,6 +60,16 @@ def sweep(
     markdown = as_markdown(rows(found), about(found, _command(inputs, policies, sweeps)))
     (out / "report.md").write_text(markdown)
     print(json.dumps(found) if as_json else markdown)
+
+
+def _record(inputs: Inputs, point: Point, results: ResultFile, path: Path) -> None:
+    """Simulate a point, and write its timeline."""
+    path.touch()  # fails before the simulation, not after it
+    recorded = Timeline()
+    result = simulate_point(inputs, point, recorded)
+    if point not in results:
+        results.add(point, result)
+    recorded.write(path)
 
 
 def _values(sweeps: Sequence[str]) -> Mapping[str, Sequence[float]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero_connector.errors import SimulationError
+from hetero_connector.timeline import Timeline
 from ownership.simulator.fleet_file import read_fleet
 from ownership.simulator.policies import parse_policy
 from ownership.simulator.simulate import simulate
@@ -203,10 +204,13 @@ def _simulated(
             pool.shutdown(cancel_futures=True)
 
 
-def simulate_point(inputs: Inputs, point: Point) -> dict[str, Any]:
+def simulate_point(
+    inputs: Inputs, point: Point, timeline: Timeline | None = None
+) -> dict[str, Any]:
     """Return the result of one point as plain values."""
     fleet = read_fleet(inputs.fleet)
     if point.workers is not None:
         fleet = fleet.of_size(point.workers)
     trace = open_trace(inputs.trace, inputs.format)
-    return simulate(trace, fleet, parse_policy(point.policy), point.workload).as_json()
+    policy = parse_policy(point.policy)
+    return simulate(trace, fleet, policy, point.workload, timeline=timeline).as_json()

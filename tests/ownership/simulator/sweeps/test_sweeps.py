@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from hetero_connector.errors import SimulationError
-from hetero_connector.tools.cli import EXIT_OK, EXIT_UNUSABLE, main
+from hetero_connector.tools.cli import main
+from hetero_connector.tools.command import EXIT_OK, EXIT_UNUSABLE
 from ownership.simulator.sweeps import running
 from ownership.simulator.sweeps.report import Estimate, rows
 from ownership.simulator.sweeps.running import Inputs, Point, ResultFile, parse_sweep, points
+from tests.chrome_trace import read_trace
 
 FLEET = "model: llama-3.1-8b\nworkers: [{hardware: h200, count: 2, dram_gib: 8, ssd_gib: 32}]\n"
 
@@ -186,3 +188,19 @@ def test_a_file_of_results_keeps_what_others_asked_for(tmp_path: Path) -> None:
     assert Point("b") in again
     with pytest.raises(SimulationError, match="another trace"):
         ResultFile(tmp_path / "results.jsonl", "xyz")
+
+
+def test_the_only_simulation_can_be_recorded(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timeline = files / "timeline.json"
+    for _ in range(2):  # the second time there is a result already
+        timeline.unlink(missing_ok=True)
+        more = ("--policies", "colocated", "--timeline", str(timeline))
+        assert simulated(files, *more) == EXIT_OK
+        assert len(lines(files)) == 1
+        assert {x.process for x in read_trace(timeline)} == {"worker-0"}
+    capsys.readouterr()
+    more = ("--policies", "colocated,ownerserve", "--timeline", str(timeline))
+    assert simulated(files, *more) == EXIT_UNUSABLE
+    assert "one policy and no sweep" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_connector.tools import cli
+from hetero_connector.tools import cli, command
 from tests.ownership.simulator.traces.trace_files import write_lines
 
 
@@ -22,7 +22,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_tables(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["trace", "stats", str(trace)]) == cli.EXIT_OK
+    assert cli.main(["trace", "stats", str(trace)]) == command.EXIT_OK
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"# {trace} (mooncake, 512-token blocks)"
     assert "- Sessions are not recorded: every request is a session of its own." in lines
@@ -42,7 +42,7 @@ def test_tables(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["trace", "stats", str(trace), "--json"]) == cli.EXIT_OK
+    assert cli.main(["trace", "stats", str(trace), "--json"]) == command.EXIT_OK
     found = json.loads(capsys.readouterr().out)
     assert (found["hit_rate"], found["hit_tokens"], found["requests"]) == (0.25, 512, 2)
     assert found["reuse_within"] == {"10": 1.0, "60": 1.0, "300": 1.0, "3600": 1.0}
@@ -60,7 +60,7 @@ def test_a_wrong_file_is_an_error_and_prints_nothing(
         ([str(trace), "--format", "azure"], f"{trace}:1: header: is not TIMESTAMP,"),
         ([str(trace), "--format", "x"], "no format 'x'; there are agent-sessions, mooncake"),
     ):
-        assert cli.main(["trace", "stats", *arguments]) == cli.EXIT_UNUSABLE
+        assert cli.main(["trace", "stats", *arguments]) == command.EXIT_UNUSABLE
         out, error = capsys.readouterr()
         assert out == ""
         assert error.startswith("heterocache: ")
