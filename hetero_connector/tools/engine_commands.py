@@ -37,6 +37,16 @@ _Prompt = Annotated[
     Path,
     typer.Argument(metavar="PROMPT", help="A file with a JSON list of token ids, or with text."),
 ]
+_OptionalPrompt = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="PROMPT",
+        help="A file with a JSON list of token ids, or with text.",
+    ),
+]
+_Session = Annotated[
+    str | None, typer.Option(help="This session, by its id or its digest in `top`.")
+]
 _NO_ENGINE = "no engine of this user runs on this machine with HeteroConnector"
 
 
@@ -47,6 +57,8 @@ def register(app: typer.Typer) -> None:
         (top, "top", "top --once"),
         (clear, "clear --session agent-7", "clear --salt tenant-a", "clear --all --yes"),
         (warm, "warm system-prompt.txt", "warm ids.json --keep 3600"),
+        (pin, "pin system-prompt.txt --seconds 3600", "pin --session agent-7"),
+        (unpin, "unpin system-prompt.txt", "unpin --session agent-7"),
         (drain, "drain --wait 120", "drain --resume"),
         (scrub, "scrub", "scrub --rate 500", "scrub --stop"),
         (timeline, "timeline --seconds 10 --out timeline.json"),
@@ -135,13 +147,6 @@ def warm(
     as_json: Json = False,
 ) -> int:
     """Bring what a running engine stores of a prompt from SSD to DRAM."""
-    from hetero_connector.engine.scheduler.commands import pack_tokens
-    from hetero_connector.tools import explanation
-
-    def encoded(engines: Sequence[RunningEngine]) -> dict[str, Any]:
-        model = engines[0].status["engine"]["model"]
-        tokens = explanation.read_tokens(prompt, lambda: explanation.load_tokenizer(model))
-        return {"tokens": pack_tokens(tokens)}
 
     def told(answer: Mapping[str, Any]) -> tuple[bool, str]:
         stored, in_dram = answer["stored_tokens"], answer["dram_tokens"]
@@ -149,7 +154,46 @@ def warm(
         return 0 < stored == in_dram, text
 
     order = {"do": "warm", "salt": salt, "keep_s": keep, "wait_s": wait}
-    return _carry_out(engine, order, told, as_json, wait_s=wait, encoded=encoded)
+    return _carry_out(engine, order, told, as_json, wait_s=wait, encoded=_tokens_of(prompt))
+
+
+def pin(
+    prompt: _OptionalPrompt = None,
+    session: _Session = None,
+    salt: _Salt = None,
+    seconds: Annotated[
+        float, typer.Option(metavar="SECONDS", help="End the pin after so long.")
+    ] = 3600.0,
+    engine: _Engine = None,
+    as_json: Json = False,
+) -> int:
+    """Make a running engine evict nothing of a prompt or a session for a while."""
+
+    def told(answer: Mapping[str, Any]) -> tuple[bool, str]:
+        count, size = answer["pinned_tokens"], size_text(answer["bytes"])
+        return count > 0, f"pinned {count:,} tokens, {size}, for {answer['seconds']:,.0f} s"
+
+    from hetero_connector.units import size_text
+
+    order = {"do": "pin", "session": session, "salt": salt, "seconds": seconds}
+    return _carry_out(engine, order, told, as_json, encoded=_tokens_of(prompt))
+
+
+def unpin(
+    prompt: _OptionalPrompt = None,
+    session: _Session = None,
+    salt: _Salt = None,
+    engine: _Engine = None,
+    as_json: Json = False,
+) -> int:
+    """End the pin of a prompt or a session."""
+
+    def told(answer: Mapping[str, Any]) -> tuple[bool, str]:
+        count = answer["unpinned_tokens"]
+        return count > 0, f"unpinned {count:,} tokens" if count else "there was no such pin"
+
+    order = {"do": "unpin", "session": session, "salt": salt}
+    return _carry_out(engine, order, told, as_json, encoded=_tokens_of(prompt))
 
 
 def drain(
@@ -225,6 +269,23 @@ def timeline(
             note(f"{x.title}: more happened than is kept: record for fewer seconds")
     print(f"written: {out}")
     return code
+
+
+def _tokens_of(
+    prompt: Path | None,
+) -> Callable[[Sequence[RunningEngine]], dict[str, Any]]:
+    """Return a function that reads the prompt's tokens, by the tokenizer of the engines' model."""
+    from hetero_connector.engine.scheduler.commands import pack_tokens
+    from hetero_connector.tools import explanation
+
+    def read(engines: Sequence[RunningEngine]) -> dict[str, Any]:
+        if prompt is None:
+            return {}
+        model = engines[0].status["engine"]["model"]
+        tokens = explanation.read_tokens(prompt, lambda: explanation.load_tokenizer(model))
+        return {"tokens": pack_tokens(tokens)}
+
+    return read
 
 
 def _carry_out(

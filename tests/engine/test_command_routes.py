@@ -170,6 +170,18 @@ def test_a_prompt_is_given_as_ids_text_or_messages(start: Start, tmp_path: Path)
     assert "does not exist" in answer.json()["error"]["message"]
 
 
+def test_a_prompt_and_a_session_are_pinned(start: Start) -> None:
+    engine = start()
+    request = turn("1", session_id="s")
+    engine.run(request)
+    routes = client()
+    for named in ({"token_ids": request.all_token_ids}, {"session": "s"}):
+        answer = routes.post("/v1/heterocache/pin", json={**named, "seconds": 60})
+        assert answer.json()["engines"][0]["pinned_tokens"] == 256
+        answer = routes.post("/v1/heterocache/unpin", json=named)
+        assert answer.json()["engines"][0]["unpinned_tokens"] == 256
+
+
 BAD: list[tuple[str, Any, int, str]] = [
     ("clear", {}, 400, "say what to clear"),
     ("clear", {"all": "yes"}, 400, "true or false"),
@@ -197,6 +209,10 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("warm", {"token_ids": [1], "wait_s": 1e9}, 400, "wait_s"),
     ("warm", {"token_ids": [1], "wait_s": "long"}, 400, "wait_s"),
     ("warm", {"token_ids": [1], "keep_s": -1}, 400, "keep_s"),
+    ("pin", {}, 400, "one of token_ids, prompt and messages"),
+    ("pin", {"session": "s", "token_ids": [1]}, 400, "unknown argument token_ids"),
+    ("pin", {"token_ids": [1], "seconds": 0}, 400, "seconds"),
+    ("pin", {"session": "unknown"}, 409, "no such session"),
     ("drain", {"resume": True}, 400, "unknown argument resume"),
     ("resume", {"wait_s": 1, "stop": True}, 400, "unknown argument stop"),
     ("scrub", {"mib_per_s": 0}, 400, "mib_per_s"),

@@ -144,6 +144,37 @@ def test_a_prompt_is_staged_in_dram(start: Start, run: Run, tmp_path: Path) -> N
     assert "missing" in err
 
 
+def test_a_pinned_prompt_outlives_what_comes_after_it(
+    start: Start, run: Run, tmp_path: Path
+) -> None:
+    engine = start(dram_bytes=200 << 10)
+    pinned, session, other = turn("1"), turn("2", seed=2, session_id="s"), turn("3", seed=3)
+    for request in (pinned, session, other):
+        engine.run(request)
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps(pinned.all_token_ids))
+    code, out, _ = run("pin", ids, "--seconds", 60)
+    assert code == 0, out
+    assert re.search(r"pinned 256 tokens, [\d.]+ KiB, for 60 s", out)
+    for seed in range(10, 40):
+        engine.run(turn(f"{seed}", seed=seed))
+    assert (engine.stored(pinned), engine.stored(other)) == (256, 0)
+    code, out, _ = run("unpin", ids)
+    assert (code, out) == (0, "m (pid 4711): unpinned 256 tokens\n")
+    code, out, _ = run("unpin", ids)
+    assert (code, out) == (1, "m (pid 4711): there was no such pin\n")
+    for seed in range(40, 70):
+        engine.run(turn(f"{seed}", seed=seed))
+    assert engine.stored(pinned) == 0
+    engine.run(turn("s2", seed=2, session_id="s"))
+    assert run("pin", "--session", "s")[0] == 0
+    assert run("unpin", "--session", "s")[0] == 0
+    for words in (["pin"], ["unpin"], ["pin", ids, "--session", "s"]):
+        code, _, err = run(*words)
+        assert code == 1
+        assert "say what to pin" in err
+
+
 def test_a_drained_engine_stores_nothing_until_it_resumes(
     start: Start, run: Run, tmp_path: Path
 ) -> None:
@@ -282,10 +313,9 @@ def test_the_guides_commands_do_what_it_says(
     (tmp_path / "ids.json").write_text(json.dumps(prompt.all_token_ids))
     (tmp_path / "prompt.txt").write_text("[1, 2, 3]")  # text needs a tokenizer, which "m" has not
     blocks = re.findall(r"^```bash\n(.*?)^```$", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
-    lines = [line for block in blocks for line in block.splitlines() if "heterocache" in line]
-    warming = [line for line in lines if " warm " in line]
-    others = [line for line in lines if line not in warming]
-    for line in [*warming, *others]:
+    lines = [x for block in blocks for x in block.splitlines() if x.startswith("heterocache")]
+    assert len(lines) > 10
+    for line in sorted(lines, key=lambda line: " clear " in line):
         code, _, err = run(*shlex.split(line)[1:])
-        assert code == ("prompt.txt" in line), f"{line}: {err}"
+        assert code == (" prompt.txt" in line), f"{line}: {err}"
     assert [engine.stored(x) for x in (prompt, turn("1"))] == [0, 0]

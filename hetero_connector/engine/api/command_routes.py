@@ -46,9 +46,9 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "clear": Command("clear", "Forget `all`, everything under a `salt`, or one `session`."),
-    "warm": Command(
-        "warm", "Bring what is stored of a prompt from SSD to DRAM.", 20.0, takes_prompt=True
-    ),
+    "warm": Command("warm", "Bring what is stored of a prompt from SSD to DRAM.", 20.0, True),
+    "pin": Command("pin", "Evict nothing of a prompt or a `session` for `seconds`.", 0.0, True),
+    "unpin": Command("unpin", "End the pin of a prompt or a `session`.", 0.0, True),
     "scrub": Command("scrub", "Check all that is stored, at `mib_per_s`; `stop`: end that."),
     "drain": Command("drain", "Store nothing new, and write what is in DRAM to SSD.", 60.0),
     "resume": Command("drain", "Store again after `drain`.", fixed={"resume": True}),
@@ -95,7 +95,7 @@ def _carrier(
             if engines is None:
                 raise _RefusedError(503, NO_ENGINES)
             arguments = await _read_arguments(request)
-            if command.takes_prompt:
+            if command.takes_prompt and "session" not in arguments:
                 arguments = await _with_tokens(request, arguments)
             if at_once.locked():
                 raise _RefusedError(429, f"{MAX_AT_ONCE} commands are under way: try again later")
@@ -148,7 +148,7 @@ def _wait_s(arguments: Mapping[str, Any], default_s: float) -> float:
     return float(wait_s)
 
 
-_OWN = ("salt", "keep_s", "wait_s", "pin_s")
+_OWN = ("salt", "keep_s", "wait_s", "seconds")
 
 
 async def _with_tokens(request: Request, arguments: dict[str, Any]) -> dict[str, Any]:

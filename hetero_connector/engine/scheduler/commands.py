@@ -192,7 +192,9 @@ class Commands:
         """Return the name, the ends and the tenant of the chain that the arguments name."""
         session, salt = take.text("session"), take.text("salt")
         if (session is None) != take.has("tokens"):
-            raise CommandError("say what to pin: session (with its salt, if it has one), or tokens")
+            raise MalformedCommandError(
+                "say what to pin: session (with its salt, if it has one), or tokens"
+            )
         if session is not None:
             key, record = self._find_session(session, salt)
             return key, record.leaves, record.tenant
