@@ -361,3 +361,13 @@ def test_any_order_of_hooks_raises_nothing_and_leaves_no_pins(seed: int) -> None
         both.engine.store.check_integrity()
     finally:
         both.close()
+
+
+def test_a_report_leaves_a_handoff_as_it_is(both: Both) -> None:
+    asked = {"do_remote_decode": True, "heterocache": {"report": True}}
+    request: Any = FakeRequest("a", tokens(100), kv_transfer_params=asked)
+    _, answer = both.scheduler.request_finished_all_groups(request, ([],))
+    assert answer is not None
+    report = answer.pop("heterocache")["report"]
+    assert report["request_id"] == "a"
+    assert answer == {"do_remote_prefill": True, "prefilled_tokens": 0}

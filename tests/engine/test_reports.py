@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -137,6 +137,24 @@ def ns(seconds: float) -> int:
     return int(seconds * 1e9)
 
 
+def test_where_vllm_exports_nothing_in_this_process_it_is_made_to(
+    monkeypatch: pytest.MonkeyPatch, provider: TracerProvider, exporter: InMemorySpanExporter
+) -> None:
+    """vLLM starts the engines of several API servers before it knows the endpoint."""
+    made = list[str]()
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", None)
+
+    def init_tracer(module: str, endpoint: str) -> None:
+        made.append(endpoint)
+        monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
+
+    monkeypatch.setattr("vllm.tracing.init_tracer", init_tracer)
+    for _ in range(2):
+        SpanWriter.open("http://collector").write(report_of(), None)
+    assert made == ["http://collector"]
+    assert len([x for x in exporter.get_finished_spans() if x.name == SPAN]) == 2
+
+
 @pytest.mark.parametrize(
     ("headers", "spans"),
     [
@@ -225,11 +243,10 @@ def server(provider: TracerProvider, monkeypatch: pytest.MonkeyPatch) -> TestCli
     app.add_middleware(ServerSpans)
 
     @app.post("/v1/responses/{name}")
-    async def respond(name: str, fails: bool = False) -> Any:
+    async def respond(name: str, request: Request, fails: bool = False) -> Any:
         if fails:
             raise RuntimeError("a defect")
-        context = trace.get_current_span().get_span_context()
-        return {"trace": format(context.trace_id, "032x"), "span": format(context.span_id, "016x")}
+        return request.headers.getlist("traceparent")
 
     return TestClient(app, raise_server_exceptions=False)
 
@@ -242,11 +259,12 @@ def span_of(exporter: InMemorySpanExporter) -> ReadableSpan:
 def test_a_call_is_a_span_below_the_client_s(
     server: TestClient, exporter: InMemorySpanExporter
 ) -> None:
-    answer = server.post("/v1/responses/7", headers={"traceparent": CALLER}).json()
+    (header,) = server.post("/v1/responses/7", headers={"traceparent": CALLER}).json()
     span = span_of(exporter)
     assert span.name == "POST /v1/responses/{name}"
-    assert answer["trace"] in CALLER
-    assert answer["span"] == format(span.context.span_id, "016x")
+    _, trace_id, span_id, _ = header.split("-")
+    assert trace_id in CALLER
+    assert span_id == format(span.context.span_id, "016x")
     assert span.attributes is not None
     assert span.attributes["http.response.status_code"] == 200
 
