@@ -7,6 +7,7 @@ DOCS   := .venv-docs
 RAY    := $(CURDIR)/.cache/ray
 PACKAGING := .cache/packaging
 PROMETHEUS := $(CURDIR)/.cache/prometheus
+CHROMIUM := $(CURDIR)/.cache/chromium
 
 # An engine on few cores: see examples/serving.py.
 export OMP_NUM_THREADS := 1
@@ -28,7 +29,7 @@ ON_GPU := env -u OMP_NUM_THREADS PYTHONPATH=.:cuda $(GPU_PYTHON)
 
 NEWER_VLLM := $(RUN) scripts/with_vllm.py 0.33.0
 
-.PHONY: help venv demo check test test-fast test-engine test-second-runner test-newer-vllm test-ray test-prometheus test-search test-slow test-faults lint format bench gpu-check gpu-serve package docs clean
+.PHONY: help venv demo check test test-fast test-engine test-second-runner test-newer-vllm test-ray test-prometheus test-page test-search test-slow test-faults lint format bench gpu-check gpu-serve package docs clean
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -83,6 +84,13 @@ $(PROMETHEUS)/.stamp:
 	@mkdir -p $(PROMETHEUS)
 	@cd $(PROMETHEUS) && { apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; }; }
 	@cd $(PROMETHEUS) && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
+	@touch $@
+
+test-page: venv $(CHROMIUM)/.stamp  ## The live page in Chromium, of Debian's package, under load
+	PATH=$(CHROMIUM):$$PATH $(RUN) -m pytest -q tests/engine/test_page.py
+
+$(CHROMIUM)/.stamp: scripts/get_chromium.sh
+	@scripts/get_chromium.sh $(CHROMIUM)
 	@touch $@
 
 test-search: venv  ## The fast tests, property tests with new examples

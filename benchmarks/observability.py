@@ -6,7 +6,10 @@ many), and announced again.
 `event_us_step`: microseconds of a step without news.
 `event_bytes_chunk`: memory of one announced chunk.
 
-All over a real store; only the request is a stand-in.
+These are over a real store; only the request is a stand-in.
+
+`decode_ratio_observed`: seconds of a batch of decodes on a real server while a viewer takes the
+live page's events, over the seconds without one.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks import live_page
 from benchmarks.measure import machine_line, publish, rounded, table, timed
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.record import ChunkRange
@@ -91,20 +95,30 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
     arguments = parser.parse_args()
     rounds = [measure() for _ in range(5)]
+    page = live_page.measure()
     figures = rounded(
         {
             "events_per_s": statistics.median(x.events_per_s for x in rounds),
             "event_us_step": 1e6 * statistics.median(x.idle_s for x in rounds),
             "event_bytes_chunk": measure(memory=True).chunk_bytes,
+            "decode_ratio_observed": page.ratio,
         }
     )
-    rows = [[name, f"{value:,.1f}"] for name, value in figures.items()]
-    text = f"{machine_line()}; medians\n\n{table(['figure', 'value'], rows)}"
+    rows = [
+        [name, f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"]
+        for name, value in figures.items()
+    ]
+    ratios = [watched / alone for watched, alone in page.pairs]
+    note = (
+        f"`decode_ratio_observed`: {len(ratios)} turns, {min(ratios):.3f} to {max(ratios):.3f}, "
+        f"an event of {page.event_bytes:,} bytes a second; the viewer draws nothing"
+    )
+    text = f"{machine_line()}; medians\n\n{table(['figure', 'value'], rows)}\n{note}"
     publish(
         "observability",
         text,
         figures,
-        {"rounds": [vars(x) for x in rounds]},
+        {"rounds": [vars(x) for x in rounds], "live_page": vars(page)},
         as_json=arguments.json,
     )
 

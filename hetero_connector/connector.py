@@ -28,7 +28,7 @@ from hetero_connector.engine.startup.heads import preferred_layout
 from hetero_connector.engine.startup.parent_watch import watch_parent
 from hetero_connector.engine.startup.start import open_scheduler_side, open_worker_side
 from hetero_connector.engine.worker.layer_hooks import calls_layer_hooks
-from hetero_connector.metrics import Recorder
+from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.supported_vllm import check_version
 
 if TYPE_CHECKING:
@@ -236,7 +236,9 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
     @is_a_miss(lambda: None)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Seal what all ranks have saved; unpin what all ranks have loaded."""
-        meta = connector_output.kv_connector_worker_meta
+        meta, stats = connector_output.kv_connector_worker_meta, connector_output.kv_connector_stats
+        if isinstance(stats, HeteroStats):
+            self._recorder.add_reported(stats.data.get(COUNTERS, {}))
         if self._scheduler:
             if connector_output.invalid_block_ids:
                 self._scheduler.on_invalid_blocks()

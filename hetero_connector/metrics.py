@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -233,6 +233,8 @@ class Recorder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._drained_gauges: dict[str, float] = {}
+        self._sums: dict[str, float] = {}
+        """Drained counters since the start."""
         self._reset()
 
     def _reset(self) -> None:
@@ -259,6 +261,23 @@ class Recorder:
             if len(samples) < _MAX_SAMPLES:
                 samples.append(value)
 
+    def add_reported(self, counters: Mapping[str, float]) -> None:
+        """Add to the sums what another process has counted, and reports by itself."""
+        with self._lock:
+            _add_all(self._sums, counters)
+
+    def sums(self, names: Collection[str]) -> dict[str, float]:
+        """Return each counter of these names by key, since the start."""
+        with self._lock:
+            sums = _add_all(dict(self._sums), self._counters)
+        return {key: value for key, value in sums.items() if key.partition("{")[0] in names}
+
+    def gauge(self, name: str) -> float | None:
+        """Return the newest value of a gauge without labels; None if it was never set."""
+        key = metric_key(name, {})
+        with self._lock:
+            return self._gauges.get(key, self._drained_gauges.get(key))
+
     def has_news(self) -> bool:
         """Return True if a drain would return more than gauges that have not changed."""
         with self._lock:
@@ -276,17 +295,22 @@ class Recorder:
                 HISTOGRAMS: dict(self._samples),
             }
             self._drained_gauges |= self._gauges
+            _add_all(self._sums, self._counters)
             self._reset()
         return payload
 
 
 def merge(into: Payload, other: Payload) -> Payload:
     """Add `other` to `into` and return it: counters and samples add up, gauges are replaced."""
-    counters = into.setdefault(COUNTERS, {})
-    for key, value in other.get(COUNTERS, {}).items():
-        counters[key] = counters.get(key, 0.0) + value
+    _add_all(into.setdefault(COUNTERS, {}), other.get(COUNTERS, {}))
     into.setdefault(GAUGES, {}).update(other.get(GAUGES, {}))
     known = into.setdefault(HISTOGRAMS, {})
     for key, samples in other.get(HISTOGRAMS, {}).items():
         known[key] = [*known.get(key, []), *samples][:_MAX_SAMPLES]
     return into
+
+
+def _add_all(sums: dict[str, float], counters: Mapping[str, float]) -> dict[str, float]:
+    for key, value in counters.items():
+        sums[key] = sums.get(key, 0.0) + value
+    return sums

@@ -12,6 +12,7 @@ import pytest
 
 from examples.cpu_kernels import unsupported_reason
 from examples.serving import use_engine_environment
+from scripts.browser import find_chromium
 
 use_engine_environment()
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -27,6 +28,8 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":  # see tests/second_runner
     collect_ignore += ["test_full_steps.py", "test_random_sampling.py"]
 if importlib.util.find_spec("ray") is None:  # see `make test-ray`
     collect_ignore += ["test_ray.py", "test_ray_serve.py"]
+if find_chromium() is None:  # see `make test-page`
+    collect_ignore.append("test_page.py")
 
 torch.set_num_threads(1)  # the variable is too late when another test imported torch
 

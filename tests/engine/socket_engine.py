@@ -46,6 +46,16 @@ class SocketEngine:
         with self._lock:
             return self.engine.run(request)
 
+    def serve(self, request: FakeRequest) -> None:
+        """Serve a request up to its second token, so that status has its report."""
+        with self._lock:
+            self.engine.admit(request)
+            rest = request.num_tokens - request.num_computed_tokens
+            self.engine.step(**{request.request_id: rest})
+            request.all_token_ids.append(7)
+            self.engine.step(**{request.request_id: 1})
+            self.engine.finish(request)
+
     def stored(self, request: FakeRequest) -> int:
         """Return the tokens that a new request with the same prompt would restore."""
         again = FakeRequest(

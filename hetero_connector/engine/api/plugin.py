@@ -28,9 +28,12 @@ class HeteroRoutes:
 
     def attach_router(self, app: FastAPI) -> None:
         """Register the routes, and make spans of the server if it exports any."""
+        from hetero_connector.engine.api.live import make_live_router
         from hetero_connector.engine.api.routes import make_router
 
+        self._app = app
         app.include_router(make_router())
+        app.include_router(make_live_router())
         if getattr(app.state, "args", None) and app.state.args.otlp_traces_endpoint:
             from hetero_connector.engine.api.server_spans import ServerSpans
 
@@ -41,10 +44,15 @@ class HeteroRoutes:
     ) -> None:
         """Keep in `state` what the routes need. A server without engines has no client."""
         from hetero_connector.engine.api.command_routes import has_api_key
+        from hetero_connector.engine.api.dashboard import Dashboard
+        from hetero_connector.engine.api.live import Feed
 
-        state.heterocache_engines = None
+        stack = self._app.middleware_stack or self._app.build_middleware_stack()
+        self._app.middleware_stack = Dashboard(stack)  # before vLLM's own, which is complete now
+        state.heterocache_engines = state.heterocache_feed = None
         state.heterocache_has_key = has_api_key(args)
         if engine_client is not None and any(
             True for _ in extra_configs(engine_client.vllm_config.kv_transfer_config)
         ):
             state.heterocache_engines = Engines.of(engine_client.vllm_config)
+            state.heterocache_feed = Feed(state.heterocache_engines)

@@ -363,6 +363,7 @@ class SchedulerSide:
             self._sessions.book,
             self._counter.sources,
             self.commands.activity,
+            self._recorder,
         )
         try:
             commands = {**self.commands.by_name(), "record": self._engine_recorder.record}

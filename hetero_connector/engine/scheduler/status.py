@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hetero_connector.engine.scheduler.predictions import Predictions
+from hetero_connector.engine.scheduler.predictions import RECENT, Predictions
 from hetero_connector.engine.scheduler.restore_counter import TokenSources
 from hetero_connector.engine.scheduler.session_book import SessionBook, session_name
 from hetero_connector.engine.scheduler.status_socket import Answer
+from hetero_connector.metrics import Recorder, split_key
 from hetero_connector.planner.profile import CostProfile
 from hetero_connector.store.artifact_store import ArtifactStore
 
@@ -17,6 +18,19 @@ STATUS_FORMAT = 1
 _SESSIONS_LISTED = 256
 _CHUNKS_LOOKED_AT = 16_384
 """Chunks of sessions that one answer looks at: a few milliseconds."""
+_LIVE_SESSIONS = 32
+_LIVE_DECISIONS = 64
+_LIVE_CHUNKS = 4_096
+"""`live` is asked every second: it must take a millisecond or two of the engine's time."""
+_COUNTED = (
+    "heterocache_decisions",
+    "heterocache_lost_restores",
+    "heterocache_failures",
+    "heterocache_hook_errors",
+    "heterocache_directory_failures",
+    "heterocache_ssd_writes_refused",
+)
+"""Counters that are told with the status, since the start."""
 MakeProfile = Callable[[], CostProfile]
 
 
@@ -32,6 +46,7 @@ class EngineStatus:
         book: SessionBook,
         sources: TokenSources,
         activity: Answer,
+        recorder: Recorder,
     ) -> None:
         """`about`: what does not change while the engine runs; `profile`: what it has learned;
         `activity`: what commands have begun.
@@ -43,6 +58,7 @@ class EngineStatus:
         self._book = book
         self._sources = sources
         self._activity = activity
+        self._recorder = recorder
 
     def answers(self) -> dict[str, Answer]:
         """Return what can be asked, by name."""
@@ -51,6 +67,7 @@ class EngineStatus:
             "sessions": self.sessions,
             "decisions": self.decisions,
             "costs": self.costs,
+            "live": self.live,
         }
 
     def status(self) -> dict[str, Any]:
@@ -61,14 +78,30 @@ class EngineStatus:
             "costs": self._profile().as_json(),
         }
 
+    def live(self) -> dict[str, Any]:
+        """Return what the live page shows."""
+        return {
+            **self._summarise(),
+            "sessions": self._describe_sessions(_LIVE_SESSIONS, _LIVE_CHUNKS),
+            "decisions": self._recent(_LIVE_DECISIONS),
+        }
+
     def sessions(self) -> dict[str, Any]:
         """Return the sessions with the latest turns, and where their state is."""
-        return {**self._begin(), "sessions": self._describe_sessions(_SESSIONS_LISTED)}
-
-    def _summarise(self) -> dict[str, Any]:
         return {
             **self._begin(),
-            "health": self._store.health()._asdict(),
+            "sessions": self._describe_sessions(_SESSIONS_LISTED, _CHUNKS_LOOKED_AT),
+        }
+
+    def _summarise(self) -> dict[str, Any]:
+        joined = self._recorder.gauge("heterocache_directory_joined")
+        return {
+            **self._begin(),
+            "health": {
+                **self._store.health()._asdict(),
+                "directory_joined": None if joined is None else bool(joined),
+            },
+            "counts": self._count(),
             "tokens": self._sources.tokens(),
             "activity": {
                 **self._activity(),
@@ -80,14 +113,23 @@ class EngineStatus:
                     "capacity_bytes": x.capacity_bytes,
                     "artifacts": {kind.value: n for kind, n in x.artifacts.items()},
                     "bytes": {kind.value: n for kind, n in x.bytes.items()},
+                    "max_artifacts": {kind.value: n for kind, n in x.max_artifacts.items()},
                 }
                 for x in self._store.occupancy()
             ],
         }
 
-    def _describe_sessions(self, count: int) -> list[dict[str, Any]]:
-        """Describe the newest sessions, as many as can be looked at quickly."""
-        clock_s, now, budget = self._store.catalog.clock(), time.time(), _CHUNKS_LOOKED_AT
+    def _count(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the sums of counters: for each name a list of labels with their count."""
+        counts: dict[str, list[dict[str, Any]]] = {name: [] for name in _COUNTED}
+        for key, count in self._recorder.sums(_COUNTED).items():
+            name, labels = split_key(key)
+            counts[name].append({**labels, "count": int(count)})
+        return counts
+
+    def _describe_sessions(self, count: int, budget: int) -> list[dict[str, Any]]:
+        """Describe the newest sessions, as many as need a look at no more than `budget` chunks."""
+        clock_s, now = self._store.catalog.clock(), time.time()
         described = []
         for session, record in self._book.newest()[:count]:
             place = self._store.place_of(record.leaves, budget)
@@ -118,8 +160,8 @@ class EngineStatus:
         """Return what was learned of the engine's costs."""
         return {**self._begin(), "costs": self._profile().as_json()}
 
-    def _recent(self) -> list[dict[str, Any]]:
-        return [x.as_json() for x in self._predictions.recent()]
+    def _recent(self, count: int = RECENT) -> list[dict[str, Any]]:
+        return [x.as_json() for x in self._predictions.recent()[-count:]]
 
     def _begin(self) -> dict[str, Any]:
         return {"format": STATUS_FORMAT, "now": time.time(), "engine": self._about}

@@ -45,6 +45,8 @@ class Occupancy(NamedTuple):
     artifacts: Mapping[StateType, int]
     bytes: Mapping[StateType, int]
     """Useful bytes, without padding."""
+    max_artifacts: Mapping[StateType, int]
+    """The most that fits of each type, if there is little of the others."""
 
 
 class Health(NamedTuple):
@@ -278,13 +280,14 @@ class Tiers:
                 pool.geometry.size_bytes,
                 {kind: self._count[pool.tier, kind] for kind in pool.geometry.stride_bytes},
                 {kind: self._bytes[pool.tier, kind] for kind in pool.geometry.stride_bytes},
+                {kind: pool.geometry.num_slots(kind) for kind in pool.geometry.stride_bytes},
             )
             for pool in pools
         ]
 
     def publish_gauges(self) -> None:
         """Write occupancy into the recorder."""
-        for tier, capacity_bytes, artifacts, num_bytes in self.occupancy():
+        for tier, capacity_bytes, artifacts, num_bytes, _ in self.occupancy():
             self._recorder.set("heterocache_capacity_bytes", capacity_bytes, tier=tier.value)
             for kind in artifacts:
                 labels = {"tier": tier.value, "state_type": kind.value}

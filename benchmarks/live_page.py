@@ -1,0 +1,127 @@
+"""The cost of the live page: decoding with and without a viewer of its events, by turns.
+
+The viewer reads the events as a browser does, and drops them. A browser that draws them on the
+cores of the engine would be measured with its own work.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine_process import CHECKPOINTS, prompt_tokens
+from examples.checkpoints import write_checkpoint
+from examples.serving import Server, kv_transfer_config
+
+MODEL = "gemma3"
+_TURNS = 12
+_REQUESTS = 8
+_PROMPT_TOKENS = 256
+_NEW_TOKENS = 500
+_SESSIONS = 40
+"""More than the page shows, so that each event is as large as it gets."""
+_VIEWER = """
+import sys, urllib.request
+with urllib.request.urlopen(sys.argv[1]) as events:
+    for line in events:
+        print(len(line), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class DecodeTiming:
+    """Seconds of the same batch of decodes, in the order of the turns."""
+
+    alone_s: list[float]
+    watched_s: list[float]
+    event_bytes: int
+
+    @property
+    def pairs(self) -> list[tuple[float, float]]:
+        """Watched and alone, in turn."""
+        return list(zip(self.watched_s, self.alone_s, strict=True))
+
+    @property
+    def ratio(self) -> float:
+        """The median over turns of watched over alone."""
+        return statistics.median(watched / alone for watched, alone in self.pairs)
+
+
+def measure(turns: int = _TURNS) -> DecodeTiming:
+    """Time a server with the connector, the page's routes and a full event."""
+    with tempfile.TemporaryDirectory() as folder, _server(Path(folder)) as server:
+        for number in range(_SESSIONS):
+            _fill(server, number)
+        _decode(server, 0)
+        alone, watched, sizes = list[float](), list[float](), list[int]()
+        for turn in range(1, turns + 1):
+            for is_watched in (turn % 2 == 0, turn % 2 == 1):
+                if not is_watched:
+                    alone.append(_decode(server, turn))
+                    continue
+                with _viewer(server) as size_bytes:
+                    watched.append(_decode(server, turn))
+                    sizes.append(size_bytes)
+    return DecodeTiming(alone, watched, max(sizes))
+
+
+def _server(folder: Path) -> Server:
+    return Server(
+        write_checkpoint(MODEL, CHECKPOINTS),
+        folder / "log",
+        kv_transfer_config({"dram_gib": 0.25, "planner": "always_load"}),
+        environment={"VLLM_PLUGINS": "heterocache"},
+    )
+
+
+def _fill(server: Server, number: int) -> None:
+    """Make a session with some stored state, and a decision to restore it."""
+    prompt = prompt_tokens(600, number)
+    for _ in range(2):
+        _complete(server, prompt, 2, session=f"session {number}")
+        server.reset_prefix_cache()
+
+
+def _decode(server: Server, turn: int) -> float:
+    """Return the seconds of a batch of decodes from their first token to the end."""
+    prompts = [prompt_tokens(_PROMPT_TOKENS, 1000 * turn + x) for x in range(_REQUESTS)]
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        started = time.perf_counter()
+        list(pool.map(lambda prompt: _complete(server, prompt, _NEW_TOKENS), prompts))
+        return time.perf_counter() - started
+
+
+def _complete(server: Server, prompt: list[int], tokens: int, session: str = "") -> None:
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "detokenize": False,
+    }
+    if session:
+        body["kv_transfer_params"] = {"session_id": session}
+    server.post("/v1/completions", body)
+
+
+@contextmanager
+def _viewer(server: Server) -> Iterator[int]:
+    """Watch the events in a process of its own; yield the bytes of the first."""
+    url = f"{server.url}/v1/heterocache/live"
+    command = [sys.executable, "-c", _VIEWER, url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as viewer:
+        assert viewer.stdout is not None
+        try:
+            yield int(viewer.stdout.readline())
+        finally:
+            viewer.kill()
