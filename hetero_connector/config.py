@@ -269,7 +269,7 @@ class HeteroConfig:
                 errors += [ConfigError(name, problem) for name in names if name in given]
         if "ssd_dir" in given and ("ssd_gib" in given or "ssd_gib" not in extra_config):
             try:
-                given["ssd_gib"] = _ssd_gib(given.get("ssd_gib"), given["ssd_dir"])
+                given["ssd_gib"] = ssd_gib_of(given.get("ssd_gib"), given["ssd_dir"])
             except ConfigError as error:
                 errors.append(error)
         if errors:
@@ -332,7 +332,8 @@ def _check_dram_gib(given: float) -> None:
         raise ConfigError("dram_gib", f"{given:g} GiB is more than this machine's {total:.1f} GiB")
 
 
-def _ssd_gib(given: float | None, directory: Path) -> float:
+def ssd_gib_of(given: float | None, directory: Path) -> float:
+    """Return the `ssd_gib` of an engine with this `ssd_dir`. Raises ConfigError."""
     try:
         disk = machine.disk(directory)
         own_bytes = machine.bytes_under(directory) if given is None else 0

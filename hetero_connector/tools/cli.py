@@ -154,6 +154,78 @@ def verify(
     return code
 
 
+@command(app, STATE, "export /nvme/kv /backup/kv")
+def export(
+    dir: _Stored,
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="TARGET", help="A directory; a later export adds what is new."),
+    ],
+    as_json: Json = False,
+) -> int:
+    """Write what is stored to files that can be copied to another machine."""
+    from hetero_connector.tools import exporting, inspection
+
+    reports, code = [], EXIT_OK
+    try:
+        models = inspection.find_models(dir)
+        for path in models:
+            part = path.parent.name if dir not in (path, path.parent) else ""
+            try:
+                report = exporting.export_model(path, target / part / path.name, _progress)
+            except HeteroCacheError as e:
+                code = complain(e)
+                continue
+            reports.append(report)
+            if not as_json:
+                print(exporting.as_text(report))
+    except HeteroCacheError as e:
+        return complain(e)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(r) for r in reports], indent=2))
+    if code == EXIT_OK and any(r.bad for r in reports):
+        return EXIT_BAD
+    return code
+
+
+@command(app, STATE, "import /backup/kv /nvme/kv --ssd-gib 200", name="import")
+def import_(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="The TARGET of `heterocache export`.")
+    ],
+    dir: Annotated[Path, typer.Argument(metavar="DIR", help="The ssd_dir of an engine.")],
+    ssd_gib: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GIB",
+            help="The engine's ssd_gib, if it has one: the size of a directory that is new.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Add what was exported to an SSD directory, so that its engine starts with it."""
+    from hetero_connector.tools import importing
+
+    reports, code = [], EXIT_OK
+    try:
+        for folder, part in importing.find_exports(source):
+            try:
+                report = importing.import_model(folder, dir / part, ssd_gib, _progress)
+            except HeteroCacheError as e:
+                code = complain(e)
+                continue
+            reports.append(report)
+            if not as_json:
+                print(importing.as_text(report))
+    except HeteroCacheError as e:
+        return complain(e)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(r) for r in reports], indent=2))
+    if code == EXIT_OK and not all(r.is_complete for r in reports):
+        return EXIT_BAD
+    return code
+
+
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -389,7 +461,7 @@ def _progress(rows: Sequence[_Row]) -> Iterable[_Row]:
     from rich.console import Console
     from rich.progress import track
 
-    return track(rows, "verify", console=Console(stderr=True), transient=True)
+    return track(rows, "artifacts", console=Console(stderr=True), transient=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 from hetero_connector.engine.scheduler.session_book import tenant_of
@@ -39,6 +40,30 @@ class ClearedSalts:
     def in_folder(cls, folder: Path | None) -> ClearedSalts:
         """Return those of the store in this folder; None: of a store without an SSD."""
         return cls(None if folder is None else folder / CLEARED_NAME)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Return how often each salt was cleared, by the digest that stands for it."""
+        return self._counts
+
+    def raise_to(self, counts: Mapping[str, int]) -> None:
+        """Count at least so many clearings of each salt: those of a store whose state comes here.
+
+        Survives a power cut once this returns. Raises StoreError if it could not be kept.
+        """
+        with self._lock:
+            raised = {k: max(n, self._counts.get(k, 0)) for k, n in counts.items()}
+            merged = {**self._counts, **raised}
+            if merged == self._counts:
+                return
+            if len(merged) > _MAX_SALTS:
+                raise StoreError(f"more than {_MAX_SALTS} salts were cleared here and there")
+            if self._path is not None:
+                try:
+                    _write(self._path, merged)
+                except OSError as error:
+                    raise StoreError(f"{self._path} cannot be written: {error}") from error
+            self._counts = merged
 
     def count(self, salt: str) -> int:
         """Return how often everything under `salt` was cleared."""

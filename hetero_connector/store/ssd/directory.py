@@ -18,7 +18,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +102,14 @@ class SsdDirectory:
         ssd_bytes: int,
         description: Mapping[str, Any] | None = None,
         connect: Connect = connect,
+        *,
+        keep_unused: bool = False,
     ) -> SsdDirectory:
         """Open or create a model's directory in `root`, all of which stays within `ssd_bytes`.
 
         `slot_bytes`: a slot's size by state type. The slab is as large as fits next to the
-        running engines of other models; state of models that are not in use is removed. Rows
+        running engines of other models; state of models that are not in use is removed for it, or,
+        with `keep_unused`, counted like theirs. Rows
         whose slots are no more (a lower `ssd_bytes`, a truncated slab) are forgotten. Raises
         ConfigError (`ssd_dir`, `ssd_gib`), StoreInUseError, FormatError, StoreError.
         """
@@ -117,7 +120,7 @@ class SsdDirectory:
             is_new = not (root / OPENING_LOCK_NAME).exists()
             opening = DirectoryLock.acquire(root / OPENING_LOCK_NAME, wait_s=_OPEN_WAIT_S)
             try:
-                room = room_beside_live(root, path, ssd_bytes)
+                room = room_beside_live(root, path, ssd_bytes, keep_unused=keep_unused)
                 geometry = ssd_geometry(slot_bytes, room)
                 meta = JournalMeta(fingerprint, geometry, description or {}, created=time.time())
                 path.mkdir(PRIVATE_DIRECTORY_MODE, exist_ok=True)
@@ -135,7 +138,7 @@ class SsdDirectory:
                             f"other users can write to {root}, and so put directories of theirs in "
                             "place of this engine's; take that right from them"
                         )
-                    directory._open_files(root, meta, room)
+                    directory._open_files(root, meta, room, keep_unused)
                 except BaseException:
                     directory._abandon()
                     raise
@@ -155,6 +158,34 @@ class SsdDirectory:
         except OSError as e:
             raise _explain(e, root) from e
         return directory
+
+    @classmethod
+    def open_existing(cls, path: Path) -> SsdDirectory:
+        """Open a model's directory for a tool, cut as its last engine left it.
+
+        Raises StoreInUseError; StoreError if it is damaged or was left unfinished: its engine mends
+        that when it starts.
+        """
+        with _errors_at(path), contextlib.ExitStack() as undo:
+            make_private(path, is_own_name)
+            lock = DirectoryLock.acquire(path / LOCK_NAME, readers_wait_s=_READERS_WAIT_S)
+            undo.callback(lock.release)
+            journal = Journal.open_existing(path / JOURNAL_NAME)
+            undo.callback(journal.close)
+            directory = cls(path, lock, journal.meta.geometry, connect)
+            directory.journal = journal
+            if not (path / GENERATION_NAME).exists():
+                raise StoreError(f"{path} was left unfinished; start its engine once")
+            generations = GenerationFile.open(path / GENERATION_NAME, is_new=False)
+            directory.generations = GenerationKeeper(generations)
+            undo.callback(directory.close)
+            directory._fd = open_direct(path / SLAB_NAME, os.O_RDWR | PRIVATE_FLAGS)
+            directory.direct = is_direct(directory._fd)
+            if os.fstat(directory._fd).st_size < directory.geometry.size_bytes:
+                raise StoreError(f"the slab file of {path} is too short; start its engine once")
+            journal.check_owner = directory.check_owner
+            undo.pop_all()
+            return directory
 
     @property
     def files(self) -> tuple[OpenFile, ...]:
@@ -223,17 +254,19 @@ class SsdDirectory:
                 self.path.rmdir()
         self.close()
 
-    def _open_files(self, root: Path, meta: JournalMeta, room_bytes: int) -> None:
+    def _open_files(
+        self, root: Path, meta: JournalMeta, room_bytes: int, keep_unused: bool
+    ) -> None:
         """Do what other engines must not do meanwhile: they wait, whatever the journal's size."""
         # The journal first: if it belongs to something else, nothing has been touched yet.
         is_new = not (self.path / JOURNAL_NAME).exists()
         needed = self.geometry.size_bytes
         if is_new:
-            make_room(root, self.path, needed, room_bytes)
+            make_room(root, self.path, needed, room_bytes, keep_unused=keep_unused)
             self._open_generation(is_new=True)
         self._open_journal(meta, check=False)
         if not is_new:
-            make_room(root, self.path, needed, room_bytes)
+            make_room(root, self.path, needed, room_bytes, keep_unused=keep_unused)
             self._open_generation(is_new=False)
         self._open_slab(root)
         if not self.direct:
@@ -318,6 +351,14 @@ class SsdDirectory:
     def _warn(self, message: str) -> None:
         self.warnings.append(message)
         logger.warning(message)
+
+
+@contextlib.contextmanager
+def _errors_at(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise StoreError(f"{path} cannot be opened: {e}") from e
 
 
 def ssd_geometry(slot_bytes: Mapping[StateType, int], ssd_bytes: int) -> SlotGeometry:

@@ -133,15 +133,20 @@ def _modified(path: Path) -> float:
         return 0.0
 
 
-def room_beside_live(root: Path, own: Path, limit_bytes: int) -> int:
+def room_beside_live(root: Path, own: Path, limit_bytes: int, *, keep_unused: bool = False) -> int:
     """Return the part of `limit_bytes` that running engines of other models leave to `own`.
 
-    Raises ConfigError if that is nothing. Call with `root` locked.
+    `keep_unused`: what no engine uses stays, too. Raises ConfigError if nothing is left. Call with
+    `root` locked.
     """
-    live = [d for d in model_directories(root) if d.path != own and is_locked(d.lock_path)]
+    others = (d for d in model_directories(root) if d.path != own)
+    live = [d for d in others if keep_unused or is_locked(d.lock_path)]
     live_bytes = sum(d.disk_bytes for d in live)
     if live and live_bytes >= limit_bytes * _FULL:
-        users = ", ".join(holder(d.lock_path) for d in live)
+        users = ", ".join(
+            holder(d.lock_path) if is_locked(d.lock_path) else f"another model ({d.path.name})"
+            for d in live
+        )
         raise ConfigError(
             "ssd_gib",
             f"{root} may hold {size_text(limit_bytes)} and {size_text(live_bytes)} of them are in "
@@ -150,19 +155,21 @@ def room_beside_live(root: Path, own: Path, limit_bytes: int) -> int:
     return limit_bytes - live_bytes
 
 
-def make_room(root: Path, own: Path, needed_bytes: int, room_bytes: int) -> None:
+def make_room(
+    root: Path, own: Path, needed_bytes: int, room_bytes: int, *, keep_unused: bool = False
+) -> None:
     """Let `own` grow to `needed_bytes` while it and unused models stay within `room_bytes`.
 
     Directories of models that no engine uses are removed for it, least recently used first, and
-    only if needed; a directory that this package did not make stays. Raises ConfigError if the
-    filesystem has too little space even then. Call with `root` locked.
+    only if needed; a directory that this package did not make stays, and all do with `keep_unused`.
+    Raises ConfigError if the filesystem has too little space even then. Call with `root` locked.
     """
     directories = list(model_directories(root))
     present = next((d.disk_bytes for d in directories if d.path == own), 0)
     unused = [
         d
         for d in directories
-        if d.path != own and may_remove(d.path) and not is_locked(d.lock_path)
+        if not keep_unused and d.path != own and may_remove(d.path) and not is_locked(d.lock_path)
     ]
     unused_bytes = sum(d.disk_bytes for d in unused)
     for victim in sorted(unused, key=lambda d: d.last_used):
