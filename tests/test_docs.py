@@ -284,6 +284,7 @@ CHECKS = {
     "cd": lambda arguments: None,
     "git": lambda arguments: None,
     "docker": lambda arguments: None,
+    "rsync": lambda arguments: None,
 }
 
 

@@ -149,7 +149,7 @@ def verify(
         return complain(e)
     if as_json:
         print(json.dumps([dataclasses.asdict(r) for r in reports], indent=2))
-    if code == EXIT_OK and any(r.bad for r in reports):
+    if code == EXIT_OK and not all(r.is_intact for r in reports):
         return EXIT_BAD
     return code
 

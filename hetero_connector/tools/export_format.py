@@ -140,12 +140,12 @@ class ExportHeader(msgspec.Struct, frozen=True, kw_only=True):
 class _End(msgspec.Struct):
     artifacts: int
     xxh3: str
-    """Of all lines before, in hex."""
+    """The digest of all lines before, in hex."""
 
 
 @dataclass(frozen=True)
 class ExportIndex:
-    """What an exported store has, as its index says."""
+    """The content of the index."""
 
     header: ExportHeader
     artifacts: list[ExportedArtifact]

@@ -56,14 +56,14 @@ _MAX_LEARNED_BYTES = 1 << 20
 
 @dataclass
 class ExportReport:
-    """What an export has now."""
+    """The content of an export."""
 
     path: str
     target: str
     artifacts: int = 0
     bytes: int = 0
     new_artifacts: int = 0
-    """Those among them that an earlier export to the same target did not have."""
+    """The number that an earlier export to the same target did not have."""
     new_bytes: int = 0
     replaced: int = 0
     """Artifacts that a running engine evicted while they were read; they are not in it."""

@@ -60,13 +60,13 @@ _MAX_LEARNED_BYTES = 1 << 20
 
 @dataclass
 class ImportReport:
-    """What became of an exported store."""
+    """The outcome of importing one model."""
 
     source: str
     path: str = ""
     """The model's directory that it is in now."""
     artifacts: int = 0
-    """Imported ones."""
+    """The number imported."""
     bytes: int = 0
     present: int = 0
     """Artifacts that were stored there already."""

@@ -1,9 +1,9 @@
-"""`heterocache inspect`: lists the contents of an SSD directory, read from its journals alone."""
+"""`heterocache inspect`: lists the contents of an SSD directory, read from its small files."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from hetero_connector.store.ssd.space import (
     is_model_directory,
     model_directories,
 )
+from hetero_connector.tools.side_files import SideFiles, read_side_files
 from hetero_connector.units import size_text
 
 
@@ -57,6 +58,7 @@ class ModelReport:
     newest: float | None
     """The most recent access."""
     state_types: tuple[TypeReport, ...]
+    side_files: SideFiles
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -118,6 +120,7 @@ def _report(path: Path, meta: JournalMeta, rows: Sequence[JournalRow], in_use: b
         oldest=min(used, default=None),
         newest=max(used, default=None),
         state_types=tuple(types),
+        side_files=read_side_files(path, meta.description),
     )
 
 
@@ -139,6 +142,7 @@ def as_text(report: ModelReport) -> str:
         f"  {report.artifacts} artifacts, {size_text(report.bytes)}, {report.chains} chains, "
         f"{report.tokens} tokens",
         f"  last used between {_when(report.oldest)} and {_when(report.newest)}",
+        *(f"  {line}" for line in _side_lines(report.side_files)),
         f"  {'state type':<22}{'tier':<6}{'artifacts':>10}{'bytes':>12}{'slots':>9}{'used':>7}",
     ]
     for t in report.state_types:
@@ -148,6 +152,16 @@ def as_text(report: ModelReport) -> str:
             f"{t.slots:>9}{used:>7}"
         )
     return "\n".join(lines)
+
+
+def _side_lines(files: SideFiles) -> Iterator[str]:
+    if files.costs is not None:
+        yield f"costs {files.costs}"
+    if files.cleared_salts:
+        yield f"{files.cleared_salts} salts were cleared"
+    for problem in (files.costs_problem, files.salts_problem):
+        if problem is not None:
+            yield f"BAD {problem}"
 
 
 def _when(seconds: float | None) -> str:

@@ -13,8 +13,10 @@ from hetero_connector.store.ssd.directory_lock import DirectoryLock, holder, is_
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_format import JournalRow
 from hetero_connector.store.ssd.slab_reader import SlabReader
-from hetero_connector.store.ssd.space import JOURNAL_NAME, LOCK_NAME
+from hetero_connector.store.ssd.space import JOURNAL_NAME, LEARNED_NAME, LOCK_NAME
+from hetero_connector.tools.side_files import read_side_files
 from hetero_connector.transfer.checksum import checksum
+from hetero_connector.units import size_text
 
 Progress = Callable[[list[JournalRow]], Iterable[JournalRow]]
 """Passes the rows through and shows the progress."""
@@ -38,14 +40,22 @@ class VerifyReport:
     artifacts: int = 0
     bytes: int = 0
     bad: list[BadArtifact] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """The problems of the other files."""
     repaired: bool = False
+
+    @property
+    def is_intact(self) -> bool:
+        """Return whether nothing is wrong."""
+        return not (self.bad or self.problems)
 
 
 def verify_model(path: Path, repair: bool = False, progress: Progress = iter) -> VerifyReport:
     """Check every artifact of one model's directory.
 
-    Changes nothing unless `repair`, which deletes the journal rows of bad artifacts. Raises
-    StoreInUseError while an engine uses the directory, StoreError if it cannot be read.
+    Changes nothing unless `repair`, which deletes the journal rows of bad artifacts, and learned
+    costs that cannot be used. Which salts were cleared cannot be repaired. Raises StoreInUseError
+    while an engine uses the directory, StoreError if it cannot be read.
     """
     with _not_in_use(path, exclusive=repair):
         journal_path = path / JOURNAL_NAME
@@ -66,9 +76,13 @@ def verify_model(path: Path, repair: bool = False, progress: Progress = iter) ->
                     if reason:
                         keys.append((bytes(row.chunk.key), row.state_type.value))
                         report.bad.append(_bad(row.chunk.key, row.state_type.value, reason))
+            files = read_side_files(path, journal.meta.description)
+            report.problems = [x for x in (files.costs_problem, files.salts_problem) if x]
             if repair and keys:
                 journal.forget_keys(keys)
-                report.repaired = True
+            if repair and files.costs_problem is not None:
+                (path / LEARNED_NAME).unlink()
+            report.repaired = repair and not report.is_intact
             return report
         finally:
             journal.close()
@@ -114,12 +128,14 @@ def _not_in_use(path: Path, exclusive: bool) -> Iterator[None]:
 
 def as_text(report: VerifyReport) -> str:
     """Return the report for people: a line for the directory, and one for each bad artifact."""
-    lines = [f"{report.path}: {report.artifacts} artifacts, {report.bytes} bytes read"]
+    artifacts, size = f"{report.artifacts:,} artifacts", size_text(report.bytes)
+    lines = [f"{report.path}: {artifacts}, {size} read"]
     lines += [f"  BAD {bad.state_type} {bad.id}: {bad.reason}" for bad in report.bad]
-    if report.repaired:
+    lines += [f"  BAD {problem}" for problem in report.problems]
+    if report.repaired and report.bad:
         lines.append(f"  removed {len(report.bad)} bad artifacts; they will be computed again")
     elif report.bad:
         lines.append("  remove them with `--repair`; an engine treats each as a miss")
-    else:
+    elif report.is_intact:
         lines[0] += ", all intact"
     return "\n".join(lines)

@@ -35,6 +35,7 @@ from hetero_connector.store.ssd.journal_format import JournalRow
 from hetero_connector.tools import cli, doctor
 from hetero_connector.tools.doctor import Status
 from hetero_connector.transfer.checksum import checksum
+from hetero_connector.units import size_text
 
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
 SLOTS = {KV: 64 << 10, SWA: 8 << 10}
@@ -213,7 +214,7 @@ def test_verify_of_an_intact_store_reads_all_and_changes_nothing(store: Path, ru
     code, out, err = run("verify", store)
     assert code == 0
     assert "6 artifacts" in out
-    assert f"{4 * USEFUL[KV] + 2 * USEFUL[SWA]} bytes read, all intact" in out
+    assert f"{size_text(4 * USEFUL[KV] + 2 * USEFUL[SWA])} read, all intact" in out
     assert err == "", "the progress bar is for terminals"
     assert snapshot(store) == before
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -729,3 +730,19 @@ def test_wrong_places_are_refused(source: Path, exported: Path, tmp_path: Path, 
     shutil.copytree(exported, exported.parent / ("dd" * 8), dirs_exist_ok=True)
     code, _, err = run("export", directory.path, exported.parent)
     assert (code, "another model" in err) == (2, True)
+
+
+def test_the_guides_commands_move_a_store(source: Path, tmp_path: Path, run: Run) -> None:
+    """`rsync` copies the files; here `cp` does."""
+    guide = Path(__file__).parents[2] / "docs/guides/move-a-store.md"
+    blocks = re.findall(r"^```bash\n(.*?)^```", guide.read_text(), re.DOTALL | re.MULTILINE)
+    export, copy, load = "".join(blocks).splitlines()
+    store, files, new = source, tmp_path / "backup", tmp_path / "new"
+    export = export.replace("/nvme/kv", str(store)).replace("/backup/kv", str(files))
+    load = load.replace("/backup/kv", f"{files}-there").replace("/nvme/kv", str(new))
+    load = load.replace("--ssd-gib 200", f"--ssd-gib {SSD_BYTES / GIB}")
+    assert copy.startswith("rsync -a ")
+    assert run(*export.split()[1:])[0] == 0
+    shutil.copytree(files, f"{files}-there")
+    assert run(*load.split()[1:])[0] == 0
+    assert stored(new / NAME) == stored(source / NAME)
