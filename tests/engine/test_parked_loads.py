@@ -14,9 +14,11 @@ import pytest
 
 from hetero_connector.engine.worker.copy_plan import Copies
 from hetero_connector.engine.worker.devices import StartTimer, Wait
+from hetero_connector.errors import StoreError
 from tests.engine.harness import (
     Completion,
     _completion,
+    assert_no_leaks,
     delta,
     forget_local,
     generate,
@@ -174,3 +176,31 @@ def test_a_preempted_request_is_parked_again(llm: Any, reference: Completion) ->
         assert loads.count == 2
     assert answers[request_id].tokens == reference.tokens
     assert delta(answers[request_id], reference) <= 1e-4
+
+
+def test_a_parked_load_that_fails_fails_its_request_alone(llm: Any, reference: Completion) -> None:
+    """vLLM's default for a failed load; then nothing more is loaded, and all is computed."""
+    worker, side = worker_connector()._worker, scheduler_side(llm)
+    assert worker is not None
+    with no_restores(llm):
+        alone = generate(llm, OTHER, max_tokens=20)
+    failing = patch.object(worker._device, "load_parked", side_effect=StoreError("no such slot"))
+    try:
+        with failing:
+            other = add(llm, OTHER, max_tokens=20, logprobs=-1)
+            step(llm, 2)
+            parked = add(llm, PROMPT, logprobs=-1)
+            outputs = step(llm, 3)
+        answers = {x.request_id: x for x in outputs if x.finished}
+        assert [x.finish_reason for x in answers.pop(parked).outputs] == ["error"]
+        answer = finish(llm)[other]
+        assert answer.tokens == alone.tokens
+        assert delta(answer, alone) <= 1e-4
+        assert generate(llm, PROMPT, max_tokens=8).tokens == reference.tokens
+        forget_local(llm)
+        assert generate(llm, PROMPT, max_tokens=8).num_cached_tokens == 0
+        assert_no_leaks(llm)
+    finally:
+        worker.outcome.broken = side._broken = False
+    forget_local(llm)
+    same(generate(llm, PROMPT, max_tokens=8), reference)
