@@ -28,6 +28,7 @@ from hetero_connector.errors import (
     TransferError,
 )
 from hetero_connector.planner.profile import CostProfile
+from hetero_connector.spec.state_types import Family
 from hetero_connector.store.catalog.index import PrefixIndex
 from hetero_connector.store.catalog.slot_geometry import padded
 from hetero_connector.store.catalog.slots import SlotPool
@@ -143,7 +144,7 @@ class _Import:
         known = chunk_tokens if isinstance(chunk_tokens, int) and chunk_tokens > 0 else 0
         self._index = PrefixIndex(known or index.header.chunk_tokens, offer=lambda artifact: None)
         self._left_out: set[bytes] = set()
-        """Chunks for which there was no room: nothing after them is of use."""
+        """Chunks whose prefix-proportional state found no room: nothing after them is of use."""
         self._fd = directory.files[0].fd
         self._batch: list[JournalRow] = []
         self._batch_bytes = 0
@@ -181,7 +182,7 @@ class _Import:
         if node is not None and kind in node.artifacts:
             report.present += 1
             return
-        if artifact.parent in self._left_out:
+        if {artifact.parent, artifact.chunk} & self._left_out:
             self._leave_out(artifact)
             return
         data = self._buffer[: artifact.size_bytes]
@@ -220,7 +221,8 @@ class _Import:
 
     def _leave_out(self, artifact: ExportedArtifact) -> None:
         self._report.no_room += 1
-        self._left_out.add(artifact.chunk)
+        if artifact.state_type.family is Family.PREFIX:
+            self._left_out.add(artifact.chunk)
 
     def _write(self, ref: SlotRef, size_bytes: int) -> None:
         """Write the buffer to a slot. Raises OSError."""
@@ -312,12 +314,17 @@ def _no_export_to(source: Path) -> Iterator[None]:
 
 
 def _by_recency(artifacts: Sequence[ExportedArtifact]) -> list[ExportedArtifact]:
-    """Sort chains by their last use, the latest first, and each from its beginning."""
+    """Sort chains by their last use, the latest first, and each from its beginning.
+
+    A chunk's prefix-proportional state comes before its checkpoint, which is of no use alone.
+    """
     used: dict[bytes, float] = {}
     for x in sorted(artifacts, key=lambda x: x.start, reverse=True):
         when = used[x.chunk] = max(used.get(x.chunk, 0.0), x.last_access)
         used[x.parent] = max(used.get(x.parent, 0.0), when)
-    return sorted(artifacts, key=lambda x: (-used[x.chunk], x.start))
+    return sorted(
+        artifacts, key=lambda x: (-used[x.chunk], x.start, x.state_type.family is not Family.PREFIX)
+    )
 
 
 def _read_problem(

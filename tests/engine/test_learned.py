@@ -23,7 +23,7 @@ from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.profile import CostProfile, ProfileSubject
 from hetero_connector.planner.sessions import ThinkTimes
 from hetero_connector.spec import StateType
-from hetero_connector.tools.status import ask_all
+from hetero_connector.tools import engines
 from tests.engine.harness import (
     engine,
     forget_local,
@@ -238,7 +238,7 @@ def test_the_next_engine_decides_with_what_the_first_learned(
         side = scheduler_side(llm)
         assert side.costs.compute.samples == 0
         assert side.costs.compute.predict(512.0, 1024.0) == pytest.approx(taught, rel=1e-3)
-        (status,) = (x for x in ask_all() if x["engine"]["pid"] == os.getpid())
+        (status,) = (x.status for x in engines.find(str(os.getpid())))
         assert status["engine"]["costs_from"].startswith("learned on ")
     before = file.read_bytes()
     content = json.loads(before)

@@ -342,6 +342,21 @@ def test_what_finds_no_room_is_the_end_of_chains(exported: Path, tmp_path: Path,
     assert run("verify", path.parent)[0] == 0
 
 
+def test_no_checkpoint_is_imported_without_its_chunk(
+    exported: Path, tmp_path: Path, run: Run
+) -> None:
+    """All slots of one type are taken; of the other there is a free one."""
+    small = 1 << 20
+    directory = open_directory(tmp_path / "other", small)
+    for n in range(directory.geometry.num_slots(KV)):
+        put(directory, 100 + n, 99 + n if n else 0, n, KV, n)
+    directory.close()
+    code, out, _ = run("import", exported, tmp_path / "other")
+    assert code == 1
+    assert "0 artifacts imported" in out
+    assert "no room for 9" in out
+
+
 def test_the_latest_chains_come_first() -> None:
     def artifact(n: int, parent: int, start: int, used: float) -> Any:
         return ExportedArtifact(
