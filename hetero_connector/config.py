@@ -343,7 +343,12 @@ def ssd_gib_of(given: float | None, directory: Path) -> float:
         # Count what the directory already holds as free, or the tier would shrink at each restart.
         half = (disk.free_bytes + own_bytes) / 2 / GIB
         if half <= 0:
-            raise ConfigError("ssd_dir", f"no space is left on the file system of {directory}")
+            kind = machine.file_system(directory)
+            raise ConfigError(
+                "ssd_dir",
+                f"the file system of {directory} ({kind or 'of unknown type'}) has no space left, "
+                "or is no disk; choose another directory",
+            )
         return min(_MAX_DEFAULT_SSD_GIB, half)
     if given * GIB > disk.total_bytes:
         total = disk.total_bytes / GIB

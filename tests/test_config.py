@@ -153,6 +153,12 @@ def test_a_wrong_planner_profile_names_the_key(value: object) -> None:
         config(planner_profile=value)
 
 
+def test_an_ssd_dir_that_is_no_disk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "disk", lambda directory: Disk(0, 0))
+    with pytest.raises(ConfigError, match=r"of /proc/x \(proc\) has no space left, or is no disk"):
+        config(ssd_dir="/proc/x")
+
+
 def test_an_ssd_dir_that_is_or_lies_under_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path in ("file", "file/below"):

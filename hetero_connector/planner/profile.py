@@ -256,7 +256,10 @@ class CostProfile:
     @classmethod
     def from_json(cls, content: bytes) -> CostProfile:
         """Read a file's content. Raises ValueError that names the place of what is wrong."""
-        version = _decode(content, _Header).format
+        try:
+            version = _decode(content, _Header).format
+        except msgspec.ValidationError as error:
+            raise ValueError(f"it is no profile of 'heterocache calibrate': {error}") from error
         if version != PROFILE_FORMAT:
             raise ValueError(f"format {version}, this version reads {PROFILE_FORMAT}")
         file = _decode(content, _File)

@@ -23,7 +23,7 @@ from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import SlotRef, Tier
 from hetero_connector.artifacts.tails import longest_tail
 from hetero_connector.engine.scheduler.learned import read_learned
-from hetero_connector.errors import StoreError
+from hetero_connector.errors import ConfigError, StoreError
 from hetero_connector.planner.compute_model import ComputeRegression
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.decision import RestoreDecision
@@ -73,7 +73,7 @@ def decide(
     """Let the planner decide for a request of `token_ids` on an idle engine.
 
     `directory`: one model's directory. `profile`: the file of a `CostProfile`. Raises StoreError,
-    ConfigError for a bad profile or that of another model, and ValueError for a bad token id.
+    also for a bad profile or that of another model, and ValueError for a bad token id.
     """
     journal = Journal.open_copy(directory / JOURNAL_NAME)
     try:
@@ -116,12 +116,16 @@ def _costs(
 ) -> tuple[CostProfile | None, str]:
     """Return the costs to decide with, None for the built-in ones, and their source in words.
 
-    Raises ConfigError for a bad `profile`, or one of another model.
+    Raises StoreError for a bad `profile`, or one of another model.
     """
     guess = "a guess, the same for every model: name measured ones with --profile"
     if profile is not None:
         subject = _described(directory, ProfileSubject.of, description)
-        found = CostProfile.read(profile, subject)
+        try:
+            found = CostProfile.read(profile, subject)
+        except ConfigError as error:  # names a key of an engine
+            problem = str(error).partition(": ")[2]
+            raise StoreError(f"--profile: {problem}") from error
         return found, f"{found.origin}, from {profile}"
     path = directory / LEARNED_NAME
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -104,7 +105,8 @@ def read_fleet(path: Path) -> FleetSpec:
     except msgspec.ValidationError as error:
         place = _FIELD.search(str(error))
         problem = str(error)[: place.start()] if place else str(error)
-        raise SimulationError(str(path), problem, place["field"] if place else None) from error
+        field = place["field"] if place else None
+        raise SimulationError(str(path), _in_words(problem, field), field) from error
     except msgspec.DecodeError as error:
         places = re.findall(r"line (\d+)", str(error))
         line = int(places[-1]) if places else None
@@ -112,6 +114,25 @@ def read_fleet(path: Path) -> FleetSpec:
     except (UnicodeDecodeError, RecursionError) as error:
         raise SimulationError(str(path), f"not YAML: {error}") from error
     return _Reader(path, found).fleet()
+
+
+def _in_words(problem: str, field: str | None) -> str:
+    """Say what is wrong with a file's keys as the configuration does; other problems as they are.
+
+    `field`: the place of the problem; None: the whole file.
+    """
+    if problem == "Expected `object`, got `null`" and field is None:
+        return "the file is empty; docs/internals/simulator.md shows one"
+    if found := re.fullmatch(r"Object missing required field `(.*)`", problem):
+        return f"the key {found[1]!r} is missing"
+    if not (found := re.fullmatch(r"Object contains unknown field `(.*)`", problem)):
+        return problem
+    kinds: dict[str, type[msgspec.Struct]] = {"workers": _Worker, "links": _Link}
+    kind = kinds.get((field or "").partition("[")[0], _Fleet)
+    keys = [x.encode_name for x in msgspec.structs.fields(kind)]
+    close = difflib.get_close_matches(found[1], keys, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(keys)}"
+    return f"unknown key {found[1]!r}; {hint}"
 
 
 class _Reader:

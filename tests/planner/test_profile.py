@@ -168,7 +168,7 @@ def damaged(*path: str, value: Any = None, remove: bool = False) -> str:
     ("text", "problem"),
     [
         ("", "it is not JSON"),
-        ("[1, 2]", "Expected `object`"),
+        ("[1, 2]", "no profile of 'heterocache calibrate': Expected `object`"),
         ("[" * 100_000, "Expected `object`"),
         (damaged("format", value=1), "format 1, this version reads 2"),
         (damaged("format", value=True), "`$.format`"),

@@ -234,7 +234,11 @@ def test_a_profile_of_another_model_is_refused(
     capsys.readouterr()
     assert cli.main(["explain", str(other), str(prompt), "--profile", str(costs)]) == 2
     error = capsys.readouterr().err
+    assert error.startswith(f"heterocache: --profile: {costs} was measured for test: ")
     assert "architecture 'TinyForCausalLM' there, 'OtherForCausalLM' here" in error
+    costs.write_text('{"a": 1}')
+    assert cli.main(["explain", str(other), str(prompt), "--profile", str(costs)]) == 2
+    assert "it is no profile of 'heterocache calibrate'" in capsys.readouterr().err
 
 
 def test_a_table_for_people_from_the_ssd_dir_itself(

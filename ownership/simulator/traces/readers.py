@@ -229,7 +229,9 @@ def _format_of(path: Path) -> str:
         try:
             first = msgspec.json.decode(line.text)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-            raise line.error(f"neither JSON lines nor CSV: {e}") from e
+            raise line.error(
+                f"neither JSON lines nor CSV ({e}); there are the formats {', '.join(READERS)}"
+            ) from e
         fields = first if isinstance(first, dict) else {}
         for field, format in _RECOGNISED_BY:
             if field in fields:

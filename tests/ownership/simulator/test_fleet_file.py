@@ -77,10 +77,10 @@ def test_a_fleet_of_another_size(tmp_path: Path) -> None:
 
 
 BAD = {
-    "": r"Expected `object`, got `null`",
+    "": r"the file is empty; docs/internals/simulator.md shows one",
     "model: [": r"fleet.yaml:2: not YAML",
     "model: a\nworkers:\n  - x: [1\n": r"fleet.yaml:\d: not YAML",
-    "workers: [{hardware: h200}]": r"missing required field `model`",
+    "workers: [{hardware: h200}]": r"the key 'model' is missing",
     "model: gpt-9\nworkers: [{hardware: h200}]": r"model: no preset 'gpt-9'; there are",
     "model: llama-3.1-8b\nworkers: []": r"workers: Expected `array` of length >= 1",
     "model: llama-3.1-8b\nworkers: [{hardware: h300}]": r"workers\[0\].hardware: no 'h300'; there",
@@ -90,7 +90,9 @@ BAD = {
     "model: llama-3.1-8b\nworkers: [{hardware: h200, dram_gib: -1}]": r"workers\[0\].dram_gib: E",
     "model: llama-3.1-8b\nworkers: [{hardware: h200, dram_gib: .nan}]": r"workers\[0\].dram_gib",
     "model: llama-3.1-8b\nworkers: [{hardware: h200, count: 0}]": r"workers\[0\].count: Expected",
-    "model: llama-3.1-8b\nworkers: [{hardware: h200, dram: 5}]": r"unknown field `dram`",
+    "model: llama-3.1-8b\nworkers: [{hardware: h200, dram: 5}]": (
+        r"workers\[0\]: unknown key 'dram'; did you mean 'dram_gib'"
+    ),
     "model: llama-3.1-8b\nworkers: [{hardware: h200, ssd_gib: 5}]": r"dram_gib: an SSD needs DRAM",
     "model: llama-3.1-70b\nworkers: [{hardware: a100}]": r"workers\[0\].gpus: .* does not fit",
     "model: llama-3.1-8b\nworkers: [{hardware: a100}, {hardware: a100}]": r"have the same name",
