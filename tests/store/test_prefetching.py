@@ -335,6 +335,25 @@ def test_what_only_dram_has_is_worth_its_prefill(stage: Stage) -> None:
     assert stage.outcomes() == {"refused": 1}
 
 
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_what_an_operator_orders_takes_the_room_of_what_was_just_used(
+    stage: Stage, is_ordered: bool
+) -> None:
+    stage = reopened(stage, dram_chunks=4)
+    stage.on_ssd_only(A)
+    put(stage.store, B[:2])
+    stage.write_out()
+    put(stage.store, B[2:])
+    stage.write_out()
+    stage.used_within = lambda idle_s, within_s: 1.0
+    end_s = stage.now_s + 100
+    name, leaves = A[0].key, (A[-1].key,)
+    stage.store.expect(ExpectedReturn(name, leaves, 0.0, end_s, 1.0, is_ordered=is_ordered))
+    stage.rounds()
+    assert stage.tiers(A) == [Tier.DRAM if is_ordered else Tier.SSD] * 4
+    assert set(stage.tiers(B)) == {Tier.SSD if is_ordered else Tier.DRAM}
+
+
 def test_where_computing_is_cheaper_than_staging_that_is_what_counts(stage: Stage) -> None:
     """At a snail's SSD everything would be worth its slot, did a request wait for the SSD."""
     stage.close()

@@ -123,7 +123,9 @@ class Commands:
             return {"tokens": len(tokens), "stored_tokens": 0, "dram_tokens": 0}
         now_s, name = self._store.catalog.clock(), ("warm", leaves[0])
         self._store.expect(
-            ExpectedReturn(name, leaves, now_s, now_s + keep_s, 1.0, tenant_of(salt))
+            ExpectedReturn(
+                name, leaves, now_s, now_s + keep_s, 1.0, tenant_of(salt), is_ordered=True
+            )
         )
         deadline = time.monotonic() + wait_s
         while True:

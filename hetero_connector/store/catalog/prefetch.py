@@ -223,12 +223,18 @@ class Prefetcher:
         return loads
 
     def _begin(self, job: _Job, artifact: Artifact) -> Load | None:
-        """Begin a read into a slot of less worth; None if there is none."""
+        """Begin a read into a slot of less worth; None if there is none.
+
+        An ordered one takes the slot of whatever eviction gives it, as a restore does.
+        """
         artifact.pins += 1
         gain_s = job.expected.probability * job.worth_s[artifact.state_type]
         within_s = job.expected.latest_s - self._clock()
         target = self._tiers.take_dram(
-            artifact, lambda victim: self._loss_s(victim, within_s) >= gain_s
+            artifact,
+            None
+            if job.expected.is_ordered
+            else lambda victim: self._loss_s(victim, within_s) >= gain_s,
         )
         if target is None:
             self._tiers.unpin(artifact)

@@ -37,6 +37,8 @@ class ExpectedReturn:
     """The probability that it comes back before `latest_s`."""
     tenant: bytes = b""
     """The session's tenant, see `fair_shares`."""
+    is_ordered: bool = False
+    """True if an operator wants it in DRAM, whatever leaves for it."""
 
 
 class PrefetchSchedule:
