@@ -8,6 +8,10 @@ many), and announced again.
 
 These are over a real store; only the request is a stand-in.
 
+`status_ms_p99`: milliseconds from a client's question to the whole status, at the socket of an
+engine whose store has a million chunks; `live_ms_p99` and `sessions_ms_p99` are the answers for the
+live page and about sessions.
+
 `decode_ratio_observed`: seconds of a batch of decodes on a real server while a viewer takes the
 live page's events, over the seconds without one.
 """
@@ -23,7 +27,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks import live_page
+from benchmarks import live_page, status_latency
 from benchmarks.measure import machine_line, publish, rounded, table, timed
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.record import ChunkRange
@@ -95,12 +99,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
     arguments = parser.parse_args()
     rounds = [measure() for _ in range(5)]
+    status = status_latency.measure()
     page = live_page.measure()
     figures = rounded(
         {
             "events_per_s": statistics.median(x.events_per_s for x in rounds),
             "event_us_step": 1e6 * statistics.median(x.idle_s for x in rounds),
             "event_bytes_chunk": measure(memory=True).chunk_bytes,
+            **{f"{name}_ms_p99": ms for name, ms in status.p99_ms.items()},
             "decode_ratio_observed": page.ratio,
         }
     )
@@ -118,7 +124,11 @@ def main() -> None:
         "observability",
         text,
         figures,
-        {"rounds": [vars(x) for x in rounds], "live_page": vars(page)},
+        {
+            "rounds": [vars(x) for x in rounds],
+            "status": vars(status),
+            "live_page": vars(page),
+        },
         as_json=arguments.json,
     )
 

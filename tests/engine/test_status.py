@@ -43,7 +43,7 @@ def ask(path: Path, name: str) -> dict[str, Any]:
 
 
 def fail() -> dict[str, Any]:
-    raise RuntimeError("a defect")
+    raise TypeError("a defect")
 
 
 def connect(path: Path) -> socket.socket:

@@ -106,12 +106,13 @@ class StatusServer:
     def _answer_to(self, line: bytes) -> Mapping[str, Any]:
         try:
             request = json.loads(line)
-            if "get" in request:
-                answer = self._answers[request["get"]]
-                return answer()
-            command = self._commands[request.pop("do")]
+            answer = self._answers[request["get"]] if "get" in request else None
+            command = None if answer is not None else self._commands[request.pop("do")]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return {"error": self._usage()}
+        if command is None:
+            assert answer is not None
+            return answer()
         try:
             return command(request)
         except MalformedCommandError as error:
