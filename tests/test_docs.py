@@ -319,12 +319,11 @@ def test_every_json_example_is_one_that_is_accepted(example: Example) -> None:
 
 
 def check_request(params: Mapping[str, Any]) -> None:
-    from hetero_connector.engine.scheduler import handoff, request_report
-    from hetero_connector.engine.scheduler.sessions import SessionHint
+    from hetero_connector.engine.scheduler.request_params import ParamsReader
 
-    known = {*SessionHint._fields, *handoff.FIELDS, request_report.NAMESPACE}
-    assert params.keys() <= known
-    SessionHint.of(dict(params))
+    reader = ParamsReader()
+    reader.read(dict(params), "")
+    assert not reader.warned
 
 
 @pytest.mark.parametrize("example", examples("python"))

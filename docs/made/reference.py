@@ -140,7 +140,27 @@ def _tree(kind: type, depth: int = 0) -> str:
     return "\n".join([f"{'    ' * depth}{kind.__name__}", *derived])
 
 
-_HINTS = {
+_OWN = {
+    "no_store": (
+        "true or false",
+        "`true`: nothing of this request is stored. What is stored already is restored",
+    ),
+    "ttl_s": (
+        "seconds, 0 to 2592000",
+        "What only this request stored is forgotten so long after its end, in every tier. A later "
+        "request without `ttl_s` that uses it lifts that",
+    ),
+    "pin_s": (
+        "seconds, 0 to 86400",
+        "Nothing of the session's chain is evicted for so long, and of what its later turns add. "
+        "0 ends the pin. The pins of a `cache_salt` keep a quarter of the smallest tier at most, "
+        "and all pins a half: beyond that there is one warning and no pin",
+    ),
+    "priority": (
+        "`low`, `normal`, `high`",
+        "`low`: what only this request stored is evicted first, until it is used again. `high`: "
+        "the session's chain is evicted last, for an hour. `ttl_s` comes before `low`",
+    ),
     "session_id": (
         "text",
         "The session that this request belongs to. vLLM's own request field `session_id` and its "
@@ -150,16 +170,51 @@ _HINTS = {
         "seconds, 0 to 2592000",
         "Time from the end of this answer to the session's next request",
     ),
+    "fork": (
+        "text",
+        "The id of the session, under the same `cache_salt`, whose prompt this session continues: "
+        "a sub-agent's parent. Its chain is evicted last while this turn runs, for an hour at most",
+    ),
+    "end_session": (
+        "true or false",
+        "`true`: this was the session's last turn. Its pin ends, it is expected no more, and what "
+        "no other chain needs is evicted first",
+    ),
+    "report": ("true or false", "`true`: the answer says what was restored; see below"),
+}
+_VLLM = {
+    "max_load_tokens": (
+        "a whole number, 0 or more",
+        "Most tokens to restore, beyond those in the engine's own cache; 0: none",
+    ),
+    "max_offload_tokens": (
+        "a whole number, 0 or more",
+        "State is stored of no token beyond this one, in whole chunks; 0: of none",
+    ),
+    "kv_load_tiers": (
+        'a list of `{"medium": ..., "locality": ...}`',
+        "Where state may be read from besides DRAM, which always serves: the SSD is `STORAGE` and "
+        "`LOCAL`, peers are `REMOTE`. An empty list: nowhere. An entry that is wrong is skipped; "
+        "if all are, the list is ignored",
+    ),
 }
 
 
 def requests() -> str:
     """Return the page of request parameters."""
     from hetero_connector.engine.scheduler import handoff
-    from hetero_connector.engine.scheduler.sessions import SessionHint
+    from hetero_connector.engine.scheduler.request_params import (
+        OWN_FIELDS,
+        SESSION_FIELDS,
+        VLLM_FIELDS,
+    )
+    from hetero_connector.engine.scheduler.request_report import REPORT
 
-    assert set(_HINTS) == set(SessionHint._fields), "describe every field of SessionHint here"
-    sessions = [[f"`{name}`", *about] for name, about in _HINTS.items()]
+    assert set(_OWN) == {*OWN_FIELDS, REPORT}, "describe every field of OWN_FIELDS here"
+    assert set(_VLLM) == set(VLLM_FIELDS), "describe every field of VLLM_FIELDS here"
+    own = [[f"`{name}`", *about] for name, about in _OWN.items()]
+    vllm = [[f"`{name}`", *about] for name, about in _VLLM.items()]
+    outside = " and ".join(f"`{name}`" for name in SESSION_FIELDS)
     handoffs = [
         [
             f"`{handoff.TO_DECODE}`",
@@ -181,23 +236,35 @@ def requests() -> str:
     return f"""{NOTE}# Request parameters
 
 A request needs no parameters. These are read from `kv_transfer_params` in the request's body, or in
-Python from `SamplingParams.extra_args["kv_transfer_params"]`. Unknown fields are ignored, because
-they may be another connector's; one that is nearly a name of this page is logged once. A value of
-the wrong type or range is ignored, with one warning in the log for sessions.
+Python from `SamplingParams.extra_args["kv_transfer_params"]`. A parameter of the wrong type or
+range is ignored, and the request is served. Each wrong or unknown name is logged once, with the
+name that is nearest; outside `heterocache` only if it is nearly one of ours, because others may be
+another connector's. See the [guide](../guides/requests.md).
 
-## Sessions
+## In `heterocache`
 
-{table(["field", "takes", "meaning"], sessions)}
+{table(["field", "takes", "meaning"], own)}
 
-An id is valid within its request's `cache_salt`. See the [guide](../guides/sessions.md).
+{outside} may be outside of `heterocache`, too. Ids are valid within the request's `cache_salt`.
 
 ```json
 {{
   "model": "MODEL",
   "prompt": "...",
-  "kv_transfer_params": {{"session_id": "agent-7", "expected_back_s": 12.5}}
+  "kv_transfer_params": {{
+    "heterocache": {{"session_id": "agent-7", "expected_back_s": 12.5, "pin_s": 600}}
+  }}
 }}
 ```
+
+## vLLM's own
+
+These mean what they mean to vLLM's offloading connector.
+
+{table(["field", "takes", "meaning"], vllm)}
+
+vLLM's `SamplingParams.skip_reading_prefix_cache` is obeyed: such a request computes everything, and
+is stored.
 
 ## Prefill and decode apart
 

@@ -244,6 +244,12 @@ class ThinkTimes:
             (LATE - EARLY) * return_rate,
         )
 
+    def forget(self, key: Hashable) -> None:
+        """The session has ended: no next turn is waited for."""
+        self._sessions.pop(key, None)
+        self._waits.pop(key, None)
+        self._lost.prune()
+
     def return_probability(self, idle_s: float, within_s: float) -> float:
         """The probability that a session idle for `idle_s` returns in the next `within_s`.
 

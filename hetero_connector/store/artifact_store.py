@@ -342,6 +342,33 @@ class ArtifactStore:
         """End all pins of a tenant. Any thread may ask."""
         self.catalog.retention.unpin_tenant(tenant)
 
+    def move_pin(self, name: Hashable, leaves: Sequence[ChunkKey]) -> None:
+        """Let a pin of that name, if there is one, keep a chain that has grown.
+
+        If that is more than it may keep, it stays as it is.
+        """
+        self.catalog.retention.move_pin(name, leaves)
+
+    def limit_life(self, chunks: Iterable[ChunkKey], seconds: float, *, is_forgotten: bool) -> None:
+        """Forget these chunks of a chain after so long, or evict them first from then on.
+
+        Parents come first. Until `lift_limits` of a chain that goes through them. What something
+        else needs then is looked at again until nothing does.
+        """
+        self.catalog.retention.limit_life(chunks, seconds, is_forgotten=is_forgotten)
+
+    def lift_limits(self, leaves: Iterable[ChunkKey]) -> None:
+        """Limit no life of a chain any more. `leaves`: as for `protect_chain`."""
+        self.catalog.retention.lift_limits(leaves)
+
+    def retire_session(self, session: Hashable, leaves: Sequence[ChunkKey]) -> None:
+        """End the session: its pin ends, and what no other chain needs is evicted first."""
+        self.catalog.retention.retire_session(session, leaves)
+
+    def expire_due(self) -> None:
+        """End the lives and pins that are due, as far as a moment allows."""
+        self.catalog.retention.expire_due()
+
     def forget_session(self, session: Hashable, leaves: Sequence[ChunkKey]) -> int:
         """Forget a session's chunks that no other chain goes through; return their number.
 

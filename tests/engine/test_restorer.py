@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier, distinct_tiers
+from hetero_connector.engine.scheduler.request_params import ALL_TIERS, DRAM_ALONE
 from hetero_connector.engine.scheduler.restorer import without
 from hetero_connector.metrics import COUNTERS, HISTOGRAMS
 from hetero_connector.store.artifact_store import ArtifactStore
@@ -30,7 +31,7 @@ def chunks() -> list[StoredChunk]:
 def test_failed_artifacts_are_excluded_and_other_chunks_unchanged(
     chunks: list[StoredChunk],
 ) -> None:
-    left = without(chunks, {ArtifactId(chunks[40].chunk.key, KV)}, dram_only=False)
+    left = without(chunks, {ArtifactId(chunks[40].chunk.key, KV)}, ALL_TIERS)
     assert left[40] == StoredChunk(chunks[40].chunk, {SWA: Tier.DRAM})
     assert all(a is b for a, b in zip(left, chunks, strict=True) if a is not left[40])
 
@@ -38,7 +39,7 @@ def test_failed_artifacts_are_excluded_and_other_chunks_unchanged(
 def test_after_the_last_attempt_only_dram_counts(
     chunks: list[StoredChunk],
 ) -> None:
-    left = without(chunks, {ArtifactId(chunks[10].chunk.key, SWA)}, dram_only=True)
+    left = without(chunks, {ArtifactId(chunks[10].chunk.key, SWA)}, DRAM_ALONE)
     tiers = [stored.tiers for stored in left]
     assert tiers == [IN_DRAM] * 10 + [{KV: Tier.DRAM}] + [IN_DRAM] * 19 + [{SWA: Tier.DRAM}] * 30
     assert len(distinct_tiers(left)) == 3

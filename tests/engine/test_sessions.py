@@ -13,8 +13,9 @@ import pytest
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.engine.scheduler import sessions
+from hetero_connector.engine.scheduler.request_params import ParamsReader, RequestParams
 from hetero_connector.engine.scheduler.scheduler_side import Policies, SchedulerSide
-from hetero_connector.engine.scheduler.sessions import Mode, SessionHint, misspelt
+from hetero_connector.engine.scheduler.sessions import Mode
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoints import Full
 from hetero_connector.planner.compute_model import ComputeRegression
@@ -232,38 +233,6 @@ def test_a_misspelt_hint_is_logged_once(turns: Turns, caplog: pytest.LogCaptureF
     assert "did you mean 'expected_back_s'?" in line
 
 
-@pytest.mark.parametrize(
-    "name", ["do_remote_prefill", "remote_engine_id", "remote_block_ids", "max_load_tokens", "x", 7]
-)
-def test_other_connectors_fields_are_not_taken_for_misspelt_ones(name: Any) -> None:
-    assert misspelt({name: 1, "session_id": "s"}) == ""
-
-
-@pytest.mark.parametrize(
-    "params", [None, {}, {"do_remote_prefill": True}, [], "s", {"session_id": ""}]
-)
-def test_other_parameters_are_not_a_handoff(params: object) -> None:
-    assert SessionHint.of(params) == SessionHint(None, None)
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"session_id": 7},
-        {"expected_back_s": True},
-        {"expected_back_s": -1},
-        {"expected_back_s": float("nan")},
-        {"expected_back_s": float("inf")},
-        {"expected_back_s": 1e308},
-        {"expected_back_s": 10**400},
-        {"expected_back_s": "1"},
-    ],
-)
-def test_a_wrong_value_says_what_is_expected(params: object) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        SessionHint.of(params)
-
-
 def test_session_fields_sent_to_the_stock_server_reach_the_request() -> None:
     """vLLM's own classes carry the fields from a chat request's body to the connector."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -284,7 +253,8 @@ def test_session_fields_sent_to_the_stock_server_reach_the_request() -> None:
         session_id=parsed.session_id,
     )
     assert request.session_id == "agent-7"
-    assert SessionHint.of(request.kv_transfer_params) == SessionHint(None, 12.5)
+    params = ParamsReader().read(request.kv_transfer_params, "r")
+    assert params == RequestParams(expected_back_s=12.5)
 
 
 def test_a_session_id_is_valid_only_within_its_salt(turns: Turns) -> None:

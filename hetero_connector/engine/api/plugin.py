@@ -27,13 +27,15 @@ class HeteroRoutes:
     """Any server is eligible, one for embeddings, too."""
 
     def attach_router(self, app: FastAPI) -> None:
-        """Register the routes, and make spans of the server if it exports any."""
+        """Register the routes, take agents' session headers, and make spans if any are exported."""
         from hetero_connector.engine.api.live import make_live_router
         from hetero_connector.engine.api.routes import make_router
+        from hetero_connector.engine.api.session_header import SessionHeader
 
         self._app = app
         app.include_router(make_router())
         app.include_router(make_live_router())
+        app.add_middleware(SessionHeader)
         if getattr(app.state, "args", None) and app.state.args.otlp_traces_endpoint:
             from hetero_connector.engine.api.server_spans import ServerSpans
 

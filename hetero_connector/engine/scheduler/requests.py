@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
-from hetero_connector.artifacts.record import ArtifactId
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.engine.scheduler.request_identifier import RequestIdentity, extra_keys
+from hetero_connector.engine.scheduler.request_params import PLAIN, RequestParams
 from hetero_connector.planner.checkpoints import Reuse
 from hetero_connector.planner.plan import RestorePlan
 from hetero_connector.store.catalog.restore import Restore
@@ -71,6 +73,9 @@ class RequestTracker:
 
     request: Request
     chain: RequestChain
+    params: RequestParams = PLAIN
+    new_chunks: list[ChunkKey] = field(default_factory=list)
+    """Chunks that it was the first to store, parents first, if its parameters limit their lives."""
     next_chunk: int = 0
     """Index of the first full chunk that the saver has not handled."""
     matched_chunks: int = 0
@@ -118,9 +123,11 @@ class RequestTracker:
         hasher: ChainHasher,
         identity: RequestIdentity,
         clearings: Callable[[str], int] = lambda salt: 0,
+        params: RequestParams = PLAIN,
     ) -> RequestTracker:
         """Return a tracker for the request, with nothing hashed yet. `clearings`: of its salt."""
-        return cls(request, RequestChain(hasher, extra_keys(request, identity, clearings)))
+        chain = RequestChain(hasher, extra_keys(request, identity, clearings))
+        return cls(request, chain, params)
 
     def change_root(self, hasher: ChainHasher) -> None:
         """Name the chain under another root: the pages it has are not saved or handed off."""
@@ -136,6 +143,22 @@ class RequestTracker:
         else:
             resume = max(self.local_tokens, int(self.request.num_computed_tokens))
         return max(0, int(self.request.num_tokens) - resume)
+
+    def last_to_restore(self, local_tokens: int) -> int:
+        """Return the last token at which the request may resume.
+
+        One at least is computed, and `max_load_tokens` counts from what the engine has itself.
+        """
+        limit, most = int(self.request.num_tokens) - 1, self.params.max_load_tokens
+        return limit if most is None else min(limit, local_tokens + most)
+
+    @property
+    def last_to_store(self) -> int:
+        """Return the token beyond which nothing of the request is stored."""
+        if self.params.no_store:
+            return 0
+        most = self.params.max_offload_tokens
+        return sys.maxsize if most is None else most
 
     def grow(self) -> int:
         """Add new tokens to the chain; return the number of known tokens."""

@@ -27,6 +27,7 @@ from hetero_connector.engine.scheduler.block_tables import BlockTable
 from hetero_connector.engine.scheduler.handoff import handoff_tokens
 from hetero_connector.engine.scheduler.peer_matcher import PeerMatcher
 from hetero_connector.engine.scheduler.predictions import Predictions
+from hetero_connector.engine.scheduler.request_params import ALL_TIERS, DRAM_ALONE, LoadTiers
 from hetero_connector.engine.scheduler.requests import (
     Attempts,
     PendingRestore,
@@ -91,9 +92,11 @@ class Restorer:
         while True:
             if pending is None:
                 known = tracker.grow()
-                if not self._peers.search(tracker, local_tokens, known - 1):
+                limit = tracker.last_to_restore(local_tokens)
+                asks_peers = tracker.params.kv_load_tiers.peers
+                if asks_peers and not self._peers.search(tracker, local_tokens, limit):
                     return None
-                pending = self._begin(tracker, local_tokens, known)
+                pending = self._begin(tracker, local_tokens, known, limit)
                 tracker.restore = pending
             if pending is None:
                 self._end_staging(tracker)
@@ -182,10 +185,13 @@ class Restorer:
         return Load(request_id, spans, blocks, plan.parked, resume=tokens.stop, load_id=load_id)
 
     def _begin(
-        self, tracker: RequestTracker, local_tokens: int, known: int
+        self, tracker: RequestTracker, local_tokens: int, known: int, limit: int
     ) -> PendingRestore | None:
-        """Match and plan, and begin to stage the planned artifacts; None if there is no plan."""
-        stored = self._find_stored(tracker, local_tokens, known - 1)
+        """Match and plan, and begin to stage the planned artifacts; None if there is no plan.
+
+        `limit`: the last token at which the request may resume.
+        """
+        stored = self._find_stored(tracker, local_tokens, limit)
         tracker.stored_tokens = stored[-1].chunk.end if stored else 0
         if tracker.stored_tokens <= local_tokens:
             if tracker.wait is None or tracker.wait.decision is None:
@@ -194,7 +200,7 @@ class Restorer:
         load = self._engine_load(tracker)
         may_replay = self.may_replay and replayable(tracker.request)
         decision = self._planner.plan(
-            stored, local_tokens, known - 1, known, load, may_replay=may_replay
+            stored, local_tokens, limit, known, load, may_replay=may_replay
         )
         self._predictions.on_decision(tracker, decision, stored, local_tokens, known)
         plan = decision.plan
@@ -221,11 +227,13 @@ class Restorer:
         if tracker.matched_chunks < len(stored):
             del stored[num_unbroken(stored, needed, local_tokens) :]
         stored += self._find_tail(tracker, stored, limit)
-        attempts = tracker.attempts
+        attempts, tiers = tracker.attempts, tracker.params.kv_load_tiers
         if attempts is None or not attempts.count:
-            return stored
+            return stored if tiers == ALL_TIERS else without(stored, set(), tiers)
         late = attempts.seconds(self._clock()) >= self._deadline_s
-        return without(stored, attempts.failed, late or attempts.count >= _MAX_ATTEMPTS)
+        if late or attempts.count >= _MAX_ATTEMPTS:
+            tiers = DRAM_ALONE
+        return without(stored, attempts.failed, tiers)
 
     def _find_tail(
         self, tracker: RequestTracker, stored: list[StoredChunk], limit: int
@@ -301,20 +309,22 @@ def _within(span: ArtifactSpan, tokens: range) -> ArtifactSpan:
 
 
 def without(
-    chunks: Sequence[StoredChunk], excluded: set[ArtifactId], dram_only: bool
+    chunks: Sequence[StoredChunk], excluded: set[ArtifactId], tiers: LoadTiers
 ) -> list[StoredChunk]:
     """Return the chunks as if the excluded artifacts were not stored.
 
-    `dram_only` excludes everything outside DRAM, too. Equal chunks share one mapping of tiers.
+    What is outside DRAM and `tiers` is excluded, too. Equal chunks share one mapping of tiers.
     """
+    allowed = {Tier.DRAM}
+    allowed |= {Tier.SSD} if tiers.ssd else set()
+    allowed |= {Tier.PEER} if tiers.peers else set()
     shared, left = SharedTiers(), []
     for stored in chunks:
-        tiers = {
+        left_in = {
             state_type: tier
             for state_type, tier in stored.tiers.items()
-            if ArtifactId(stored.chunk.key, state_type) not in excluded
-            and not (dram_only and tier is not Tier.DRAM)
+            if ArtifactId(stored.chunk.key, state_type) not in excluded and tier in allowed
         }
-        whole = len(tiers) == len(stored.tiers)
-        left.append(stored if whole else StoredChunk(stored.chunk, shared.share(tiers)[0]))
+        whole = len(left_in) == len(stored.tiers)
+        left.append(stored if whole else StoredChunk(stored.chunk, shared.share(left_in)[0]))
     return left

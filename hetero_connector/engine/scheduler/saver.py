@@ -239,6 +239,9 @@ class Saver:
         collected = self._collect_full_chunks(tracker, known, table)
         self._decide(tracker, Verdict.SEAL)
         end = known - known % self._model.alignment
+        # State in the middle of a chunk is in pages only at the very end.
+        if known == tracker.last_to_store:
+            end = 0
         if end >= max(1, tracker.windows_from) and not self._has_recurrent:
             chunk = tracker.chain.ending_at(end)
             self._collect(collected, chunk, self._plain_types, table)
@@ -257,7 +260,7 @@ class Saver:
             return
         last = min(int(tracker.request.num_prompt_tokens) - 1, known)
         end = self._model.handoff_end(last + 1)
-        if end >= max(1, tracker.windows_from):
+        if end >= max(1, tracker.windows_from) and known < tracker.last_to_store:
             chunk = tracker.chain.ending_at(end)
             missing = self._store.missing(chunk, self._model.types_at(end))
             # Windows may have been recycled if the request decoded some tokens.
@@ -302,10 +305,10 @@ class Saver:
     def _storable(self, tracker: RequestTracker, computed: int) -> int:
         """Return the leading tokens whose state may be stored.
 
-        They are known and computed. Decoded tokens count only if their state is the same as that
-        of a prompt's tokens.
+        They are known and computed, and within the request's own limit. Decoded tokens count only
+        if their state is the same as that of a prompt's tokens.
         """
-        known = min(tracker.grow(), computed)
+        known = min(tracker.grow(), computed, tracker.last_to_store)
         if self._model.prompt_only:
             return min(known, int(tracker.request.num_prompt_tokens))
         return known
@@ -394,6 +397,10 @@ class Saver:
     ) -> bool:
         if not types:
             return True
+        if collected.tracker.params.limits_life:
+            known = collected.tracker.new_chunks
+            if self._store.missing(chunk, self._model.state_types) == [*self._model.state_types]:
+                known.append(chunk.key)
         sizes = {t: self._layout.artifact_bytes(t, chunk.start, chunk.end) for t in types}
         reservation = self._store.begin_save(chunk, sizes)
         if reservation is None:

@@ -196,7 +196,11 @@ class SchedulerSide:
         if tracker is UnidentifiedReason.PENDING:
             self._has_unanswered = True
             return None, False
-        if tracker is UnidentifiedReason.NEVER or request.skip_reading_prefix_cache:
+        if tracker is UnidentifiedReason.NEVER:
+            return 0, False
+        if request.skip_reading_prefix_cache:
+            tracker.grow()
+            self._sessions.on_matched(tracker)
             return 0, False
         tracker.local_tokens = local_tokens
         self._admissions.end_parking(request.request_id)  # if its load was lost, vLLM asks again
@@ -316,8 +320,7 @@ class SchedulerSide:
         # Without a step since its admission, a load may still fill its pages: this connector's, or
         # that of another one in a MultiConnector.
         has_wrong_pages = tracker.admitting or tracker.outdated or self._broken
-        is_draining = self.commands.is_draining
-        if not (has_wrong_pages or is_draining or self.identifier.uses_distrusted_name(request)):
+        if not has_wrong_pages and self._may_save(tracker):
             try:
                 with self._saver.all_or_none():
                     saves = self._saver.save_end(tracker, request.num_computed_tokens, block_ids)
@@ -452,7 +455,11 @@ class SchedulerSide:
         identity = self.identifier.identify(request)
         if isinstance(identity, UnidentifiedReason):
             return identity
-        tracker = RequestTracker.of(request, self.root.hasher, identity, self.commands.salts.count)
+        self.store.expire_due()  # what is over must not be found
+        params = self._sessions.params.read(request.kv_transfer_params, request.request_id)
+        tracker = RequestTracker.of(
+            request, self.root.hasher, identity, self.commands.salts.count, params
+        )
         self._trackers[request.request_id] = tracker
         self.predictions.on_asked(tracker)
         self._queue.enqueue(tracker)
@@ -465,12 +472,7 @@ class SchedulerSide:
         if tracker is None:
             return
         self.predictions.on_progress(tracker)
-        if (
-            tracker.outdated
-            or self._broken
-            or self.commands.is_draining
-            or self.identifier.uses_distrusted_name(tracker.request)
-        ):
+        if tracker.outdated or self._broken or not self._may_save(tracker):
             return
         computed = tracker.request.num_computed_tokens
         if tracker.admitting:
@@ -479,6 +481,11 @@ class SchedulerSide:
         recurrent = recurrent_states(output, request_id) if self._is_recurrent else ()
         table = self._table(request_id)
         meta.saves += self._saver.save_step(tracker, computed + num_tokens, table, recurrent)
+
+    def _may_save(self, tracker: RequestTracker) -> bool:
+        """Return whether anything of the request may be stored."""
+        is_refused = self.commands.is_draining or tracker.params.stores_nothing
+        return not (is_refused or self.identifier.uses_distrusted_name(tracker.request))
 
     def _table(self, request_id: str) -> BlockTable:
         assert self._kv_cache_manager is not None

@@ -46,6 +46,8 @@ class SessionRecord:
     """The end of its last turn, in seconds since 1970; None while one runs."""
     expected_s: tuple[float, float] | None = None
     """The earliest and the latest return, by the store's clock; None if it is not known."""
+    parent: Hashable | None = None
+    """The session that it was forked from."""
 
 
 class SessionBook:
@@ -65,6 +67,11 @@ class SessionBook:
         )
         if len(self._records) > _CAPACITY:
             del self._records[next(iter(self._records))]
+
+    def on_fork(self, session: Hashable, parent: Hashable) -> None:
+        """Note that the session goes on from the chain of another."""
+        if before := self._records.get(session):
+            self._records[session] = replace(before, parent=parent)
 
     def on_turn_end(
         self,

@@ -140,6 +140,7 @@ class EngineStatus:
             described.append(
                 {
                     "session": session_name(session),
+                    "parent": record.parent and session_name(record.parent),
                     "tenant": record.tenant.hex(),
                     "tokens": record.tokens,
                     "turns": record.turns,

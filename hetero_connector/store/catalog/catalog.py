@@ -227,8 +227,7 @@ class Catalog:
         """
         if set(self.missing(chunk, list(sizes))) != set(sizes) or not sizes:
             raise ValueError(f"nothing to save, or already saved: {list(sizes)} of {chunk}")
-        if self.retention.look_s <= self.clock():  # there may be no I/O thread to do it
-            self.retention.expire()
+        self.retention.expire_due()  # there may be no I/O thread to do it
         if not self.tiers.index.has_place_for(chunk):
             self.loads.count_failure(Failure.GONE, Tier.DRAM)
             return Failure.GONE
@@ -286,6 +285,7 @@ class Catalog:
             self.loads.withdraw(load)
         self.replicas.clear()
         self.users.clear()
+        self.retention.clear()
         self.prefetcher.clear()
         self._lock.notify_all()
 

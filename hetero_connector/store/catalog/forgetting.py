@@ -33,11 +33,16 @@ def forget_up_from(
             if tiers.index.nodes.get(node.key) is node:  # else it went with what followed it
                 if node.users or node.num_children or node in tiers.timed_pins:
                     break
-                for artifact in list(node.artifacts.values()):
-                    forget(tiers, loads, artifact)
+                forget_node(tiers, loads, node)
                 forgotten += 1
             node = above
     return forgotten, ()
+
+
+def forget_node(tiers: Tiers, loads: Loads, node: Node) -> None:
+    """Forget all artifacts of a chunk."""
+    for artifact in list(node.artifacts.values()):
+        forget(tiers, loads, artifact)
 
 
 def forget(tiers: Tiers, loads: Loads, artifact: Artifact) -> None:

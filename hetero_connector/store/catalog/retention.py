@@ -1,8 +1,8 @@
 """Retention: the chains that stay longer than others, or leave before them, as clients want it.
 
 A part of `Catalog`, whose lock its methods take. Sessions make their chains leave last
-(`chain_users`), pins keep chains in place (`timed_pins`), and a session that is forgotten leaves at
-once (`forgetting`).
+(`chain_users`), pins keep chains in place (`timed_pins`), some chunks live for a limited time
+(`lifetimes`), and a session that is forgotten leaves at once (`forgetting`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from hetero_connector.artifacts.record import ChunkKey
 from hetero_connector.store.base import Pinned, PinRefusal
 from hetero_connector.store.catalog.chain_users import ChainUsers
 from hetero_connector.store.catalog.forgetting import forget_up_from
+from hetero_connector.store.catalog.lifetimes import Lifetimes
 from hetero_connector.store.catalog.loads import Loads
 from hetero_connector.store.catalog.nodes import Node
 from hetero_connector.store.catalog.prefetch import Prefetcher
@@ -40,16 +41,30 @@ class Retention:
         self._prefetcher = prefetcher
         self._clock = clock
         self._pins = tiers.timed_pins
+        self._lifetimes = Lifetimes(tiers, loads)
 
     @property
     def look_s(self) -> float:
         """The clock when `expire` has something to do. May be read without the lock."""
-        return self._pins.next_s
+        return min(self._pins.next_s, self._lifetimes.next_s)
 
     def expire(self) -> bool:
-        """End a pin whose time is over; return whether more are due."""
+        """End a pin and some lives whose time is over; return whether more are due."""
         with self._lock:
-            return self._pins.expire(self._clock())
+            now_s = self._clock()
+            has_pins = self._pins.expire(now_s)
+            self._users.expire(1)
+            return self._lifetimes.expire(now_s) or has_pins
+
+    def expire_due(self) -> None:
+        """Do `expire` if anything is due. Takes the lock only then."""
+        if self.look_s <= self._clock():
+            self.expire()
+
+    def clear(self) -> None:
+        """End all lives and pins: everything stored was forgotten."""
+        self._lifetimes.clear()
+        self._pins.clear()
 
     def protect_chain(
         self,
@@ -100,10 +115,40 @@ class Retention:
         with self._lock:
             self._pins.remove_tenant(tenant)
 
-    def pin_end_s(self, name: Hashable) -> float | None:
-        """Return when a pin ends, by the store's clock; None without one."""
+    def limit_life(self, chunks: Iterable[ChunkKey], seconds: float, *, is_forgotten: bool) -> None:
+        """Let chunks leave after so long; see `ArtifactStore.limit_life`."""
         with self._lock:
-            return self._pins.end_s(name)
+            nodes = list(filter(None, map(self._tiers.index.nodes.get, chunks)))
+            until_s = self._clock() + seconds
+            self._lifetimes.limit(nodes, until_s, is_forgotten=is_forgotten)
+
+    def lift_limits(self, leaves: Iterable[ChunkKey]) -> None:
+        """Let a chain live on up to the first of these chunks that is known."""
+        if self._lifetimes:  # a request that finds none takes no lock
+            with self._lock:
+                self._lifetimes.lift(self._find(leaves))
+
+    def retire_session(self, session: Hashable, leaves: Iterable[ChunkKey]) -> None:
+        """Let the session use, expect and pin nothing, and its own chunks leave first.
+
+        Those are the ones after which no other chain goes on, and which nothing else keeps.
+        """
+        with self._lock:
+            own = list[Node]()
+            for node in self.end_session(session, leaves)[:1]:
+                while node.parent is not None and node.num_children <= bool(own):
+                    if node.users or node in self._pins:
+                        break
+                    own.append(node)
+                    node = node.parent
+            self._lifetimes.limit(own[::-1], self._clock(), is_forgotten=False)
+
+    def move_pin(self, name: Hashable, leaves: Sequence[ChunkKey]) -> None:
+        """Let a pin keep a longer chain, if there is room; it ends when it would have."""
+        if self._pins:  # a request without pins takes no lock
+            with self._lock:
+                if (node := self._find(leaves)) is not None:
+                    self._pins.move(name, node)
 
     def end_session(self, session: Hashable, leaves: Iterable[ChunkKey]) -> Sequence[Node]:
         """Let the session use, expect and pin nothing; return those of `leaves` that are known."""

@@ -227,7 +227,6 @@ class Tiers:
         for policy in self._policies.values():
             policy.clear()
         self.evict_first.clear()
-        self.timed_pins.clear()
         self.journal_stale = self.ssd is not None
 
     def unpin(self, artifact: Artifact) -> None:

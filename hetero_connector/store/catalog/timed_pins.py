@@ -34,6 +34,7 @@ class _Pin:
     """The chain may grow at its beginning: a chunk may learn its parent later."""
     tenant: bytes
     until_s: float
+    is_bounded: bool
 
     @property
     def chain(self) -> Iterator[Node]:
@@ -103,7 +104,7 @@ class TimedPins:
             return PinRefusal.TENANT_FULL
         if self.size_bytes + new_bytes > self._capacity_bytes * MOST_PINNED:
             return PinRefusal.STORE_FULL
-        pin = _Pin(node, len(chunks), tenant, until_s)
+        pin = _Pin(node, len(chunks), tenant, until_s, is_bounded)
         self._count_up(pin)
         self.remove(name)
         self._pins[name] = pin
@@ -127,10 +128,10 @@ class TimedPins:
         for name in [name for name, pin in self._pins.items() if pin.tenant == tenant]:
             self.remove(name)
 
-    def end_s(self, name: Hashable) -> float | None:
-        """Return when a pin ends, by the clock; None if there is none of that name."""
-        pin = self._pins.get(name)
-        return None if pin is None else pin.until_s
+    def move(self, name: Hashable, node: Node) -> None:
+        """Let a pin keep the chain up to this chunk, within the same bounds and until its end."""
+        if (pin := self._pins.get(name)) is not None:
+            self.add(name, node, pin.until_s, pin.tenant, is_bounded=pin.is_bounded)
 
     def expire(self, now_s: float) -> bool:
         """End one pin whose time is over; return whether others are left."""
