@@ -25,8 +25,6 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.arena import Arena
 from hetero_connector.store.base import (
     ChunkCopies,
-    Pinned,
-    PinRefusal,
     ReadTiming,
     Save,
     StoreConfig,
@@ -83,6 +81,8 @@ class ArtifactStore:
         self.sharing = sharing
         """For the fleet; None: peers cannot read the DRAM tier, and theirs is not read."""
         self.catalog = catalog
+        self.retention = catalog.retention
+        """The chains that are pinned, or leave early. Any thread may ask."""
         self.folder = folder
         """The model's directory in `ssd_dir`; None without an SSD tier."""
         self._generations = generations
@@ -313,61 +313,6 @@ class ArtifactStore:
         self.catalog.retention.protect_chain(
             session, leaves, until_s, tenant, is_served=self._is_served
         )
-
-    def pin_chain(
-        self,
-        name: Hashable,
-        leaves: Sequence[ChunkKey],
-        seconds: float,
-        tenant: bytes = b"",
-        *,
-        is_bounded: bool = True,
-    ) -> Pinned | PinRefusal:
-        """Evict nothing of the chain for so long: it stays in the tiers where it is.
-
-        `leaves`: where the chain may end, deepest first; the first of them that is stored counts.
-        Replaces an earlier pin of that name, unless it is refused. `is_bounded`: within the share
-        of `tenant`. `reset` and `forget_session` end pins, and so does the end of the process. Any
-        thread may ask.
-        """
-        return self.catalog.retention.pin_chain(
-            name, leaves, seconds, tenant, is_bounded=is_bounded
-        )
-
-    def unpin_chain(self, name: Hashable) -> int:
-        """End a pin; return the tokens that it kept in place, 0 if there was none."""
-        return self.catalog.retention.unpin_chain(name)
-
-    def unpin_tenant(self, tenant: bytes) -> None:
-        """End all pins of a tenant. Any thread may ask."""
-        self.catalog.retention.unpin_tenant(tenant)
-
-    def move_pin(self, name: Hashable, leaves: Sequence[ChunkKey]) -> None:
-        """Let a pin of that name, if there is one, keep a chain that has grown.
-
-        If that is more than it may keep, it stays as it is.
-        """
-        self.catalog.retention.move_pin(name, leaves)
-
-    def limit_life(self, chunks: Iterable[ChunkKey], seconds: float, *, is_forgotten: bool) -> None:
-        """Forget these chunks of a chain after so long, or evict them first from then on.
-
-        Parents come first. Until `lift_limits` of a chain that goes through them. What something
-        else needs then is looked at again until nothing does.
-        """
-        self.catalog.retention.limit_life(chunks, seconds, is_forgotten=is_forgotten)
-
-    def lift_limits(self, leaves: Iterable[ChunkKey]) -> None:
-        """Limit no life of a chain any more. `leaves`: as for `protect_chain`."""
-        self.catalog.retention.lift_limits(leaves)
-
-    def retire_session(self, session: Hashable, leaves: Sequence[ChunkKey]) -> None:
-        """End the session: its pin ends, and what no other chain needs is evicted first."""
-        self.catalog.retention.retire_session(session, leaves)
-
-    def expire_due(self) -> None:
-        """End the lives and pins that are due, as far as a moment allows."""
-        self.catalog.retention.expire_due()
 
     def forget_session(self, session: Hashable, leaves: Sequence[ChunkKey]) -> int:
         """Forget a session's chunks that no other chain goes through; return their number.

@@ -14,11 +14,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hetero_connector.artifacts.record import ArtifactId, ChunkRange, Tier
+from hetero_connector.artifacts.record import ArtifactId, ChunkRange, SlotRef, Tier
 from hetero_connector.metrics import COUNTERS
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import EvictionName, Failure, Save
-from hetero_connector.store.catalog.nodes import Node
+from hetero_connector.store.base import EvictionName, Failure, Pinned, Save
+from hetero_connector.store.catalog.nodes import Artifact, Node
 from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn, PrefetchCosts
 from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.peers.ports import PeerAccess
@@ -95,6 +95,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.saves: list[Save] = []
         self.restores: list[Restore] = []
         self.sealed: set[ChunkRange] = set()
+        self.pinned: dict[str, dict[Artifact, list[SlotRef]]] = {}
+        """The slots of what was sealed of each pinned chain when its pin began."""
         self.used_within = 0.0
         self.counted: Counter[str]
         self.counted_by_key: Counter[str]
@@ -214,6 +216,55 @@ class StoreMachine(RuleBasedStateMachine):
     def decline(self, name: str, depth: int) -> None:
         self.store.decline(self.store.match(TRUNKS[name])[depth:])
 
+    @rule(name=chains, depth=st.integers(1, DEPTH), is_bounded=st.booleans())
+    def pin(self, name: str, depth: int, is_bounded: bool) -> None:
+        """A client or an operator pins a chain; what is refused leaves the earlier pin."""
+        leaves = [chunk.key for chunk in reversed(TRUNKS[name][:depth])]
+        pinned = self.store.retention.pin_chain(
+            name, leaves, 1e9, name[0].encode(), is_bounded=is_bounded
+        )
+        if isinstance(pinned, Pinned):
+            found = dict[Artifact, list[SlotRef]]()
+            node = next(filter(None, map(self.store.catalog.tiers.index.nodes.get, leaves)))
+            assert node.chunk.end == pinned.end
+            while node.parent is not None:
+                for a in node.artifacts.values():
+                    if a.sealed:
+                        found[a] = [x for x in (a.dram, a.ssd) if x is not None]
+                node = node.parent
+            self.pinned[name] = found
+
+    @rule(name=chains)
+    def unpin(self, name: str) -> None:
+        kept = self.store.retention.unpin_chain(name)
+        assert bool(kept) == (self.pinned.pop(name, None) is not None)
+
+    @rule(name=chains, depth=st.integers(0, DEPTH), ttl=st.booleans(), used=st.booleans())
+    def limit_life(self, name: str, depth: int, ttl: bool, used: bool) -> None:
+        """The end of a chain is to be forgotten, or to leave first, unless it is used."""
+        chunks = [chunk.key for chunk in TRUNKS[name]]
+        self.store.retention.limit_life(chunks[depth:], 0.0, is_forgotten=ttl)
+        if used:
+            self.store.retention.lift_limits(reversed(chunks))
+        self.store.retention.expire_due()
+
+    @rule(name=chains, depth=st.integers(1, DEPTH), priority=st.sampled_from(["high", "ended"]))
+    def end_turn(self, name: str, depth: int, priority: str) -> None:
+        """A session keeps its chain for long, or it ends, and its pin with it."""
+        leaves = [chunk.key for chunk in reversed(TRUNKS[name][:depth])]
+        if priority == "high":
+            until_s = self.bench.clock() + 1e9
+            self.store.protect_chain(name, leaves, until_s, name[0].encode())
+        else:
+            self.store.retention.retire_session(name, leaves)
+            self.pinned.pop(name, None)
+
+    @rule(name=chains, depth=st.integers(1, DEPTH))
+    def forget_session(self, name: str, depth: int) -> None:
+        """An operator clears a session: its own pin ends, those of others keep what they have."""
+        self.pinned.pop(name, None)
+        self.store.forget_session(name, [TRUNKS[name][depth - 1].key])
+
     @rule(rounds=st.integers(1, 4))
     def io_round(self, rounds: int) -> None:
         for _ in range(rounds):
@@ -230,6 +281,7 @@ class StoreMachine(RuleBasedStateMachine):
     def reset(self) -> None:
         self.store.reset()
         self.sealed.clear()
+        self.pinned.clear()
         assert all(not self.store.match(t) for t in TRUNKS.values())
 
     @precondition(lambda self: self.ssd)
@@ -248,6 +300,7 @@ class StoreMachine(RuleBasedStateMachine):
             restore.release()
         self.restores.clear()
         self.saves.clear()
+        self.pinned.clear()
         assert self.store.io_thread is not None
         self.store.io_thread.ssd.rows.directory.close()  # as the kernel does for a killed process
         self.store.arena.close()
@@ -274,6 +327,13 @@ class StoreMachine(RuleBasedStateMachine):
                     has_chunk = not durable.isdisjoint(ids_of([chunk], [DENSE]))
                     return has_chunk and all(durable & set(ids_of([c])) for c in trunk[:depth])
         raise AssertionError
+
+    @invariant()
+    def what_is_pinned_stays_where_it_is(self) -> None:
+        for found in self.pinned.values():
+            for artifact, slots in found.items():
+                assert not artifact.forgotten
+                assert {*slots} <= {artifact.dram, artifact.ssd}
 
     @invariant()
     def consistent(self) -> None:

@@ -26,7 +26,7 @@ class Clocked:
     def pin(
         self, chunks: list[ChunkRange], seconds: float = 100.0, tenant: bytes = b"", name: str = ""
     ) -> Pinned | PinRefusal:
-        return self.store.pin_chain(
+        return self.store.retention.pin_chain(
             name or str(chunks[-1].key), (chunks[-1].key,), seconds, tenant, is_bounded=bool(tenant)
         )
 
@@ -62,12 +62,12 @@ def test_forks_share_what_is_pinned_and_the_last_pin_counts(clocked: Clocked) ->
     clocked.pin(left, name="left")
     clocked.pin(right, name="right")
     assert clocked.store.catalog.tiers.timed_pins.size_bytes == 4 * BYTES
-    assert clocked.store.unpin_chain("left") == 3 * CHUNK
+    assert clocked.store.retention.unpin_chain("left") == 3 * CHUNK
     clocked.press("x")
     assert stored(clocked.store, [*trunk, *right]) == 3
     assert stored(clocked.store, [*trunk, *left]) == 2
-    assert clocked.store.unpin_chain("right") == 3 * CHUNK
-    assert clocked.store.unpin_chain("right") == 0
+    assert clocked.store.retention.unpin_chain("right") == 3 * CHUNK
+    assert clocked.store.retention.unpin_chain("right") == 0
     clocked.press("y")
     assert stored(clocked.store, trunk) == 0
 
@@ -83,7 +83,7 @@ def test_a_tenant_pins_a_quarter_and_all_of_them_a_half(clocked: Clocked) -> Non
     assert clocked.pin(chains["c"], tenant=b"v") is PinRefusal.STORE_FULL
     assert clocked.pin(chains["c"]) is PinRefusal.STORE_FULL
     assert clocked.pin(chain("unknown", 1)) is PinRefusal.NOT_STORED
-    clocked.store.unpin_tenant(b"t")
+    clocked.store.retention.unpin_tenant(b"t")
     assert isinstance(clocked.pin(chains["c"]), Pinned), "an operator's is bounded by the half"
 
 
@@ -102,8 +102,8 @@ def test_many_pins_of_one_chain_are_bounded_in_number(clocked: Clocked) -> None:
     for number in range(5_000):
         clocked.pin(one, tenant=b"t", name=f"s{number}")
     assert len(clocked.store.catalog.tiers.timed_pins) == 4_096
-    assert clocked.store.unpin_chain("s0") == 0
-    assert clocked.store.unpin_chain("s4999") == CHUNK
+    assert clocked.store.retention.unpin_chain("s0") == 0
+    assert clocked.store.retention.unpin_chain("s4999") == CHUNK
 
 
 def test_a_reset_ends_pins_and_their_slots_are_free_again(clocked: Clocked) -> None:

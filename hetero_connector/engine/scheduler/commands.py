@@ -180,7 +180,7 @@ class Commands:
         take = Taker(arguments, "session", "tokens", "salt", "seconds")
         seconds = take.seconds("seconds", 3_600.0)
         name, leaves, tenant = self._pinned_chain(take)
-        pinned = self._store.pin_chain(name, leaves, seconds, tenant, is_bounded=False)
+        pinned = self._store.retention.pin_chain(name, leaves, seconds, tenant, is_bounded=False)
         if isinstance(pinned, PinRefusal):
             raise CommandError(f"not pinned: {pinned.value}")
         return {"pinned_tokens": pinned.end, "bytes": pinned.size_bytes, "seconds": seconds}
@@ -188,7 +188,7 @@ class Commands:
     def unpin(self, arguments: Arguments) -> Result:
         """End the pin of a `session` (of `salt`), or of the prompt of `tokens` that was pinned."""
         name, _, _ = self._pinned_chain(Taker(arguments, "session", "tokens", "salt"))
-        return {"unpinned_tokens": self._store.unpin_chain(name)}
+        return {"unpinned_tokens": self._store.retention.unpin_chain(name)}
 
     def _pinned_chain(self, take: Taker) -> tuple[Hashable, Sequence[ChunkKey], bytes]:
         """Return the name, the ends and the tenant of the chain that the arguments name."""
@@ -223,7 +223,7 @@ class Commands:
             return self._engine.reset_pages()
 
         pages = self.steps.call(rename, _STEP_S)
-        self._store.unpin_tenant(tenant)
+        self._store.retention.unpin_tenant(tenant)
         chunks = sum(
             self._forget(session, record.leaves)
             for session, record in self._book.newest()

@@ -455,7 +455,7 @@ class SchedulerSide:
         identity = self.identifier.identify(request)
         if isinstance(identity, UnidentifiedReason):
             return identity
-        self.store.expire_due()  # what is over must not be found
+        self.store.retention.expire_due()  # what is over must not be found
         params = self._sessions.params.read(request.kv_transfer_params, request.request_id)
         tracker = RequestTracker.of(
             request, self.root.hasher, identity, self.commands.salts.count, params

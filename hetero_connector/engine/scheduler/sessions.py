@@ -84,7 +84,7 @@ class Sessions:
         if params.fork is not None:
             self._fork(tracker.session, session_key(request.cache_salt, params.fork), tenant)
         if not params.limits_life:
-            self._store.lift_limits(_found(tracker))
+            self._store.retention.lift_limits(_found(tracker))
         if self._mode != "off":
             self._store.session_returned(tracker.session)
 
@@ -144,19 +144,19 @@ class Sessions:
     def _end(self, session: Hashable, leaves: tuple[ChunkKey, ...]) -> None:
         """Expect the session no more, and let its own state leave first."""
         self._think_times.forget(session)
-        self._store.retire_session(session, leaves)
+        self._store.retention.retire_session(session, leaves)
         self.book.forget(session)
 
     def _pin(self, tracker: RequestTracker, session: Hashable, leaves: Sequence[ChunkKey]) -> None:
         """Pin the chain if the request says so; else an earlier pin keeps what was added."""
         request, seconds = tracker.request, tracker.params.pin_s
         if seconds is None:
-            self._store.move_pin(session, leaves)
+            self._store.retention.move_pin(session, leaves)
         elif not seconds:
-            self._store.unpin_chain(session)
+            self._store.retention.unpin_chain(session)
         else:
             tenant = tenant_of(request.cache_salt)
-            pinned = self._store.pin_chain(session, leaves, seconds, tenant)
+            pinned = self._store.retention.pin_chain(session, leaves, seconds, tenant)
             if isinstance(pinned, PinRefusal):
                 self.params.warn_refused("pin_s", request.request_id, pinned.value)
 
@@ -165,7 +165,7 @@ class Sessions:
         ttl_s, chunks = tracker.params.ttl_s, tracker.new_chunks
         if chunks:
             seconds = _SEAL_S if ttl_s is None else ttl_s
-            self._store.limit_life(chunks, seconds, is_forgotten=ttl_s is not None)
+            self._store.retention.limit_life(chunks, seconds, is_forgotten=ttl_s is not None)
 
     def _leaves(self, tracker: RequestTracker, known: int) -> tuple[ChunkKey, ...]:
         """Return the chunks at which the session may resume: tail, last chunk, prompt's last."""

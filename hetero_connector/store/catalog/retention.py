@@ -95,9 +95,15 @@ class Retention:
         seconds: float,
         tenant: bytes,
         *,
-        is_bounded: bool,
+        is_bounded: bool = True,
     ) -> Pinned | PinRefusal:
-        """Keep a chain in place; see `ArtifactStore.pin_chain`."""
+        """Evict nothing of the chain for so long: it stays in the tiers where it is.
+
+        `leaves`: where the chain may end, deepest first; the first of them that is stored counts.
+        Replaces an earlier pin of that name, unless it is refused. `is_bounded`: within the share
+        of `tenant`. A reset and the end of the session of that name end pins, and so does the end
+        of the process.
+        """
         with self._lock:
             node = self._find(leaves)
             if node is None:
@@ -116,14 +122,18 @@ class Retention:
             self._pins.remove_tenant(tenant)
 
     def limit_life(self, chunks: Iterable[ChunkKey], seconds: float, *, is_forgotten: bool) -> None:
-        """Let chunks leave after so long; see `ArtifactStore.limit_life`."""
+        """Forget these chunks of a chain after so long, or evict them first from then on.
+
+        Parents come first. Until `lift_limits` of a chain that goes through them. What something
+        else needs then is looked at again until nothing does.
+        """
         with self._lock:
             nodes = list(filter(None, map(self._tiers.index.nodes.get, chunks)))
             until_s = self._clock() + seconds
             self._lifetimes.limit(nodes, until_s, is_forgotten=is_forgotten)
 
     def lift_limits(self, leaves: Iterable[ChunkKey]) -> None:
-        """Let a chain live on up to the first of these chunks that is known."""
+        """Limit no life of a chain any more, up to the first of these chunks that is known."""
         if self._lifetimes:  # a request that finds none takes no lock
             with self._lock:
                 self._lifetimes.lift(self._find(leaves))
@@ -144,7 +154,10 @@ class Retention:
             self._lifetimes.limit(own[::-1], self._clock(), is_forgotten=False)
 
     def move_pin(self, name: Hashable, leaves: Sequence[ChunkKey]) -> None:
-        """Let a pin keep a longer chain, if there is room; it ends when it would have."""
+        """Let a pin of that name, if there is one, keep a chain that has grown, until its end.
+
+        If that is more than it may keep, it stays as it is.
+        """
         if self._pins:  # a request without pins takes no lock
             with self._lock:
                 if (node := self._find(leaves)) is not None:
