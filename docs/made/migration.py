@@ -80,8 +80,10 @@ def compatibility() -> str:
     from hetero_connector.artifacts.identity import FORMAT_VERSION
     from hetero_connector.config import KEYS
     from hetero_connector.metrics import METRICS
+    from hetero_connector.planner.profile import PROFILE_FORMAT
     from hetero_connector.store.ssd import journal_format
     from hetero_connector.supported_vllm import SUPPORTED_VLLM
+    from hetero_connector.tools.export_format import EXPORT_FORMAT
 
     oldest, *_, newest = SUPPORTED_VLLM
     major, minor = map(int, newest.split("."))
@@ -96,6 +98,10 @@ def compatibility() -> str:
          "what another version stored is not found, and is deleted when room is needed"],
         ["journal of `ssd_dir`", str(journal_format.FORMAT_VERSION), "a folder of another version "
          "is refused at start, with what to do"],
+        ["files of `heterocache export`", str(EXPORT_FORMAT), "refused by `heterocache import`: "
+         "export again"],
+        ["`learned.json`, profiles", str(PROFILE_FORMAT), "learned anew; a `planner_profile` is "
+         "refused at start"],
     ]  # fmt: skip
     keys = ", ".join(f"`{key.name}`" for key in KEYS)
     return f"""{NOTE}# Compatibility
