@@ -16,7 +16,7 @@ from hetero_connector.errors import CommandError
 from hetero_connector.tools.recording import timeline_of
 from tests.chrome_trace import read_trace
 from tests.engine.fakes import DENSE, FakeRequest
-from tests.engine.stepped import Engine, tokens
+from tests.engine.stepped import Engine, in_use, tokens
 
 
 @pytest.fixture
@@ -116,3 +116,22 @@ def test_what_is_kept_is_bounded(engine: Engine, monkeypatch: pytest.MonkeyPatch
     answer = recorded(engine, lambda: engine.run(FakeRequest("a", tokens(200))))
     assert len(answer["activities"]) == 2
     assert not answer["is_complete"]
+
+
+def test_a_recorder_that_fails_loses_no_load_and_no_report(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.run(FakeRequest("a", tokens(200)))
+    for hook in ("on_step", "on_report"):
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("a defect")
+
+        monkeypatch.setattr(recorder(engine), hook, fail)
+    request = FakeRequest("b", tokens(200))
+    assert engine.admit(request) == 192
+    meta = engine.order(b=8)
+    assert len(meta.loads) == 1
+    with pytest.raises(RuntimeError):  # which the connector counts
+        engine.report(meta)
+    assert in_use(engine) == []

@@ -70,7 +70,7 @@ class EngineRecorder:
         try:
             began = time.time()
             with self._reports.keep_all(), self._transfers.watch_transfers(self._add):
-                self._found, self._steps, self._loads, self._saves = [], {}, {}, {}
+                self._forget()
                 self._is_on = True
                 self._closed.wait(seconds)
                 self._is_on = False
@@ -87,6 +87,7 @@ class EngineRecorder:
             }
         finally:
             self._is_on = False
+            self._forget()
             self._recording.release()
 
     def on_step(self, output: SchedulerOutput, meta: StepMetadata) -> None:
@@ -130,6 +131,9 @@ class EngineRecorder:
     def close(self) -> None:
         """End a recording now. Any thread may call this."""
         self._closed.set()
+
+    def _forget(self) -> None:
+        self._found, self._steps, self._loads, self._saves = [], {}, {}, {}
 
     def _add(self, device: str, began_s: float, ended_s: float) -> None:
         """Note a transfer. Called by the I/O thread."""

@@ -253,10 +253,10 @@ class SchedulerSide:
         try:
             self._order_saves(output, meta)
             self._learner.request_timing(output, self._trackers, meta)
+            self._engine_recorder.on_step(output, meta)
             self.root.adopt_fleet_reset()
         except Exception as error:  # the loads that vLLM counts on are ordered already
             self._errors.count("build_connector_meta", error)
-        self._engine_recorder.on_step(output, meta)
         self.commands.steps.run()  # the loads are ordered: no command can drop one
         self._yield_if_idle(output, meta)
         return meta
@@ -277,7 +277,6 @@ class SchedulerSide:
 
     def on_report(self, report: WorkerReport) -> None:
         """`update_connector_output`: seal the finished saves and release the finished loads."""
-        self._engine_recorder.on_report(report)
         self._broken |= report.broken
         if report.broken and self._events is not None:
             self._events.on_new_root(None)
@@ -290,6 +289,7 @@ class SchedulerSide:
         if report.hidden_share is not None:
             self._hidden_share = report.hidden_share
         self._learner.on_report(report)
+        self._engine_recorder.on_report(report)
 
     def on_invalid_blocks(self) -> None:
         """Seal nothing of the present requests: vLLM was told of pages that were not loaded.
