@@ -24,11 +24,10 @@ _BAR = 20
 
 @dataclass(frozen=True)
 class Look:
-    """The answers of one engine at one moment."""
+    """The answer of one engine at one moment."""
 
     title: str
     status: Status
-    sessions: Sequence[Mapping[str, Any]]
 
 
 def watch(
@@ -62,10 +61,9 @@ def _look(name: str | None) -> dict[Path, Look]:
     found = {}
     for engine in find(name):
         try:
-            sessions = ask(engine.socket, {"get": "sessions"})["sessions"]
-        except (OSError, ValueError, KeyError):
+            found[engine.socket] = Look(engine.title, ask(engine.socket, {"get": "live"}))
+        except (OSError, ValueError):
             continue  # it has ended meanwhile
-        found[engine.socket] = Look(engine.title, engine.status, sessions)
     return found
 
 
@@ -85,7 +83,7 @@ def _engine(before: Look, after: Look) -> list[RenderableType]:
         Text(f"up {hours:.1f} h, {state}, {_loads(status)}", "red" if broken else ""),
         _tokens(before.status, status),
         _tiers(status),
-        *_sessions(status, after.sessions),
+        *_sessions(status["sessions"]),
         Text(),
     ]
 
@@ -124,7 +122,7 @@ def _tiers(status: Status) -> Table:
     return table
 
 
-def _sessions(status: Status, sessions: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+def _sessions(sessions: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
     if not sessions:
         return []
     running = sum(x["is_running"] for x in sessions)
