@@ -8,6 +8,7 @@ RAY    := $(CURDIR)/.cache/ray
 PACKAGING := .cache/packaging
 PROMETHEUS := $(CURDIR)/.cache/prometheus
 CHROMIUM := $(CURDIR)/.cache/chromium
+CLIENTS := $(CURDIR)/.cache/clients
 
 # An engine on few cores: see examples/serving.py.
 export OMP_NUM_THREADS := 1
@@ -29,7 +30,7 @@ ON_GPU := env -u OMP_NUM_THREADS PYTHONPATH=.:cuda $(GPU_PYTHON)
 
 NEWER_VLLM := $(RUN) scripts/with_vllm.py 0.33.0
 
-.PHONY: help venv demo check test test-fast test-engine test-second-runner test-newer-vllm test-ray test-prometheus test-page test-search test-slow test-faults lint format bench gpu-check gpu-serve package docs clean
+.PHONY: help venv demo check test test-fast test-engine test-second-runner test-newer-vllm test-ray test-prometheus test-page test-search test-slow test-faults lint format bench bench-clients gpu-check gpu-serve package docs clean
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -125,6 +126,16 @@ bench: venv  ## Figures and plots
 	$(RUN) -m benchmarks.simulator --json
 	$(RUN) -m benchmarks.xpyd --json
 	$(RUN) docs/generate.py
+
+bench-clients: venv $(CLIENTS)/.stamp  ## Load generators of others, with and without the connector; LMBENCHMARK=checkout
+	$(RUN) -m benchmarks.clients $(if $(LMBENCHMARK),--lmbenchmark $(LMBENCHMARK)) --json
+
+# Each client brings libraries that others would not have.
+$(CLIENTS)/.stamp:
+	for client in "guidellm guidellm==0.8.1" "aiperf aiperf==0.13.0" "lmbenchmark openai pandas"; do \
+		set -- $$client && name=$$1 && shift && $(PYTHON) -m venv $(CLIENTS)/$$name && \
+		$(CLIENTS)/$$name/bin/python -m pip install -qq --disable-pip-version-check $$* || exit 1; done
+	@touch $@
 
 gpu-check:  ## Check the device path on one GPU, without vLLM: GPU_PYTHON=python3
 	$(ON_GPU) -m benchmarks.gpu_check
