@@ -190,6 +190,18 @@ def test_warming_stages_a_prompt_from_ssd(start: Start, tmp_path: Path) -> None:
     assert do(engine, "warm", tokens=ids, salt="x")["stored_tokens"] == 0
 
 
+@pytest.mark.parametrize("count", [48, 240])
+def test_warming_counts_the_short_end_of_a_prompt(start: Start, tmp_path: Path, count: int) -> None:
+    engine = start(ssd_dir=tmp_path, ssd_bytes=1 << 22)
+    request = turn("a", count=count)
+    engine.run(request)
+    assert engine.store.flush(10)
+    engine.store.leave_to_ssd()
+    ids = pack_tokens([*request.all_token_ids, 1, 2, 3])
+    answer = do(engine, "warm", tokens=ids)
+    assert answer == {"tokens": count + 3, "stored_tokens": count, "dram_tokens": count}
+
+
 def test_a_draining_engine_stores_nothing_new_and_has_written_all(
     start: Start, tmp_path: Path
 ) -> None:

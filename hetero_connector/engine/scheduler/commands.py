@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from hetero_connector.artifacts.chain import RequestChain
-from hetero_connector.artifacts.record import ROOT, ChunkKey, StoredChunk, Tier
+from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange, StoredChunk, Tier
 from hetero_connector.engine.scheduler.chain_root import ChainRoot
 from hetero_connector.engine.scheduler.cleared_salts import ClearedSalts
 from hetero_connector.engine.scheduler.request_identifier import salt_keys
@@ -129,7 +129,7 @@ class Commands:
         )
         deadline = time.monotonic() + wait_s
         while True:
-            found = self._store.match(chain.chunks())
+            found = _stored(self._store, chain)
             in_dram = [x for x in found if _is_in_dram(x, is_last=x is found[-1])]
             if len(in_dram) == len(found) or time.monotonic() >= deadline:
                 return {
@@ -328,10 +328,27 @@ def pack_tokens(tokens: Sequence[int]) -> str:
 def _leaves(store: ArtifactStore, chain: RequestChain) -> tuple[ChunkKey, ...]:
     """Return the chain's last stored chunks, the deepest first."""
     found = store.match(chain.chunks())
+    short = tuple(tail.key for tail in _short_ends(store, chain, found))
+    return (*short, found[-1].chunk.key) if found else short
+
+
+def _stored(store: ArtifactStore, chain: RequestChain) -> list[StoredChunk]:
+    """Return what is stored of the chain, up to the longest short chunk at its end."""
+    found = store.match(chain.chunks())
+    full = [x.chunk for x in found]
+    for tail in _short_ends(store, chain, found):
+        if len(longer := store.match([*full, tail])) > len(found):
+            return longer
+    return found
+
+
+def _short_ends(
+    store: ArtifactStore, chain: RequestChain, found: Sequence[StoredChunk]
+) -> list[ChunkRange]:
+    """Return the short chunks of the chain that may be stored after `found`, the longest first."""
     last, end = (found[-1].chunk.key, found[-1].chunk.end) if found else (ROOT, 0)
     lengths = sorted((n for n in store.tails(last) if end + n <= chain.num_tokens), reverse=True)
-    short = (chain.tail(end + length).key for length in lengths)
-    return (*short, last) if found else tuple(short)
+    return [chain.tail(end + length) for length in lengths]
 
 
 def _is_in_dram(stored: StoredChunk, *, is_last: bool) -> bool:

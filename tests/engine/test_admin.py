@@ -1,0 +1,212 @@
+"""Routes and commands at a real server: a request finds what they promise."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from examples.checkpoints import write_checkpoint
+from examples.serving import Server, kv_transfer_config
+from tests.engine.harness import CHECKPOINTS, prompt_tokens, until
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]  # a server start
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/admin.md"
+MODEL, KEY = "dense", "secret"
+LENGTH = 1100
+STORED = 1088
+"""Tokens of a prompt of that length in full blocks of 32."""
+TIERS = {"dram_gib": 0.02, "checkpoints": "full", "planner": "always_load"}
+
+
+class Admin(NamedTuple):
+    server: Server
+    ssd_dir: Path
+
+    def post(self, path: str, body: Any = None, key: str | None = KEY) -> Any:
+        """Send a request and return the answer. Raises HTTPError."""
+        headers = {"Content-Type": "application/json"}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.server.url + path, data, headers)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.load(answer)
+
+    def order(self, name: str, **arguments: Any) -> dict[str, Any]:
+        """Have the server's engine do something; return what it says."""
+        (answer,) = self.post(f"/v1/heterocache/{name}", arguments)["engines"]
+        return dict(answer)
+
+    def sources(self, seed: int, **request: Any) -> dict[str, int]:
+        """Complete a prompt; return its tokens by source, as its report tells."""
+        self.server.reset_prefix_cache()
+        body = {
+            "model": MODEL,
+            "prompt": prompt_tokens(LENGTH, seed),
+            "max_tokens": 2,
+            "kv_transfer_params": {"heterocache": {"report": True}},
+            **request,
+        }
+        answer = self.post("/v1/completions", body)
+        report = answer["kv_transfer_params"]["heterocache"]["report"]
+        return dict(report["restored_tokens"])
+
+    def run(self, *words: str) -> str:
+        """Run `heterocache` for this engine; return what it prints."""
+        command = [sys.executable, "-m", "hetero_connector.tools.cli", *words]
+        command += ["--engine", str(self.ssd_dir)]
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def admin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Admin]:
+    folder = tmp_path_factory.mktemp("admin")
+    ssd_dir = folder / "ssd"
+    server = Server(
+        write_checkpoint(MODEL, CHECKPOINTS),
+        folder / "server.log",
+        kv_transfer_config({**TIERS, "ssd_dir": str(ssd_dir), "ssd_gib": 1}),
+        {"api_key": KEY},
+        {"VLLM_PLUGINS": "heterocache"},
+    )
+    with server:
+        yield Admin(server, ssd_dir)
+
+
+@pytest.fixture(autouse=True)
+def emptied(admin: Admin) -> None:
+    admin.order("clear", all=True)
+
+
+def test_the_key_guards_every_route(admin: Admin) -> None:
+    admin.sources(1)
+    for key in (None, "wrong"):
+        for path, body in (("status", None), ("clear", {"all": True})):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                admin.post(f"/v1/heterocache/{path}", body, key)
+            assert refused.value.code == 401
+            refused.value.close()
+    assert sum(admin.sources(1).values()) == STORED
+
+
+def test_what_is_cleared_is_computed(admin: Admin) -> None:
+    admin.sources(1)
+    admin.sources(1, cache_salt="a")
+    admin.sources(1, cache_salt="b")
+    assert admin.order("clear", salt="a")["pages"] is True
+    assert admin.sources(1, cache_salt="a") == {}
+    assert admin.sources(1, cache_salt="b") == {"dram": STORED}
+    assert "forgot everything" in admin.run("clear", "--all", "--yes")
+    assert admin.sources(1) == admin.sources(1, cache_salt="b") == {}
+
+
+def test_a_warmed_prompt_is_restored_from_dram(admin: Admin) -> None:
+    admin.sources(1)
+    assert admin.order("drain", wait_s=30)["written"]
+    assert admin.order("resume") == {"draining": False}
+    push_out(admin)
+    assert admin.sources(1) == {"ssd": STORED}
+    push_out(admin)
+    warmed = admin.order("warm", token_ids=prompt_tokens(LENGTH, 1))
+    assert warmed == {"tokens": LENGTH, "stored_tokens": STORED, "dram_tokens": STORED}
+    assert admin.sources(1) == {"dram": STORED}
+
+
+def test_a_pinned_prompt_stays_in_dram(admin: Admin) -> None:
+    prompt = prompt_tokens(LENGTH, 1)
+    admin.sources(1)
+    assert admin.order("pin", token_ids=prompt, seconds=300)["pinned_tokens"] == STORED
+    push_out(admin)
+    assert admin.sources(1) == {"dram": STORED}
+    assert admin.order("unpin", token_ids=prompt)["unpinned_tokens"] == STORED
+    push_out(admin)
+    assert admin.sources(1) == {"ssd": STORED}
+
+
+def push_out(admin: Admin) -> None:
+    """Store more than DRAM holds."""
+    push_out.seed += 100  # type: ignore[attr-defined]
+    for seed in range(12):
+        admin.sources(push_out.seed + seed)  # type: ignore[attr-defined]
+    assert admin.order("drain", wait_s=30)["written"]
+    admin.order("resume")
+
+
+push_out.seed = 1000  # type: ignore[attr-defined]
+
+
+def test_text_and_messages_are_the_prompts_of_requests(admin: Admin) -> None:
+    """The tokens that `warm` makes of text are those of a completion of this text."""
+    text = "".join(chr(97 + n % 26) for n in prompt_tokens(LENGTH, 5))
+    admin.sources(0, prompt=text)
+    found = admin.order("warm", prompt=text)
+    assert found["stored_tokens"] == found["dram_tokens"] > 1000
+    unknown = admin.order("warm", prompt=text[::-1])
+    assert unknown["stored_tokens"] < 64
+
+
+def test_a_draining_engine_restores_and_stores_nothing(admin: Admin) -> None:
+    admin.sources(1)
+    assert "all that it stored is on SSD" in admin.run("drain")
+    assert admin.sources(2) == admin.sources(2) == {}
+    assert admin.sources(1) == {"dram": STORED}
+    admin.run("drain", "--resume")
+    admin.sources(2)
+    assert admin.sources(2) == {"dram": STORED}
+
+
+def test_a_scrub_reads_all_while_requests_run(admin: Admin) -> None:
+    for seed in range(4):
+        admin.sources(seed)
+    admin.order("drain", wait_s=30)
+    admin.order("resume")
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(admin.sources, 9)
+        admin.run("scrub", "--rate", "100")
+        served.result()
+
+    def progress() -> dict[str, Any]:
+        (status,) = admin.post("/v1/heterocache/status")["engines"]
+        return dict(status["activity"]["scrub"])
+
+    until(lambda: progress()["state"] == "complete", deadline_s=60)
+    assert progress()["damaged"] == 0
+    assert progress()["bytes_checked"] > 0
+
+
+def test_status_and_top_while_it_serves(admin: Admin) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(admin.sources, 9, max_tokens=200)
+        (status,) = admin.post("/v1/heterocache/status")["engines"]
+        shown = admin.run("top", "--once", "--interval", "0.5")
+        served.result()
+    assert status["engine"]["config"]["ssd_dir"] == str(admin.ssd_dir)
+    assert "healthy" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_the_guides_requests_are_answered(admin: Admin) -> None:
+    admin.sources(1, kv_transfer_params={"session_id": "agent-7", **REPORT})
+    lines = re.findall(r"^curl .*", GUIDE.read_text(), re.MULTILINE)
+    assert len(lines) >= 6
+    for line in sorted(lines, key=lambda line: "/clear" in line):
+        words = [x.replace("localhost:8000", admin.server.url) for x in shlex.split(line)]
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+        answer = json.loads(done.stdout)
+        assert "error" not in answer, f"{line}: {done.stdout}"
+        assert len(answer["engines"]) == 1
+
+
+REPORT = {"heterocache": {"report": True}}
