@@ -233,6 +233,47 @@ def test_salts_never_share(llm: Any) -> None:
     assert [cached(s) for s in ("one", "two", None, "three")] == [last, last, last, 0]
 
 
+def controlled(llm: Any, prompt: list[int], **params: Any) -> Completion:
+    """Complete the prompt with these parameters, in an engine whose own cache is empty."""
+    forget_local(llm)
+    completion = generate(llm, prompt, max_tokens=8, extra_args={"kv_transfer_params": params})
+    settle(llm)
+    return completion
+
+
+def test_parameters_of_a_request_act_and_its_answer_is_exact(
+    llm: Any, model: str, reference: Completion
+) -> None:
+    side = scheduler_side(llm)
+    end, size = boundary(llm, len(PROMPT)), side.layout.chunk_tokens
+
+    def tokens(**params: Any) -> int:
+        completion = controlled(llm, PROMPT, **params)
+        assert completion.tokens == reference.tokens, params
+        return completion.num_cached_tokens
+
+    whole = tokens()
+    assert 0 < whole <= end
+    assert tokens(max_load_tokens=0) == 0
+    assert 0 < tokens(max_load_tokens=2 * size) <= 2 * size < whole
+    assert tokens(heterocache={"no_store": True, "nonsense": [1]}, max_load_tokens="all") == whole
+    leave_on_ssd_only(llm)
+    assert tokens(kv_load_tiers=[], heterocache={"no_store": True}) == 0
+    assert tokens(kv_load_tiers=[{"medium": "STORAGE"}]) == whole
+
+    other = prompt_tokens(1400, seed=43)
+    controlled(llm, other, heterocache={"no_store": True})
+    assert controlled(llm, other, max_offload_tokens=size).num_cached_tokens == 0
+    assert controlled(llm, other).num_cached_tokens <= size
+    assert controlled(llm, other).num_cached_tokens > 0
+
+    pins = side.store.catalog.tiers.timed_pins
+    controlled(llm, PROMPT, session_id="s", heterocache={"pin_s": 60})
+    assert len(pins) == 1
+    controlled(llm, PROMPT, session_id="s", heterocache={"end_session": True})
+    assert len(pins) == 0
+
+
 def test_a_request_that_skips_the_cache_restores_nothing(llm: Any, reference: Completion) -> None:
     unread = generate(llm, PROMPT, skip_reading_prefix_cache=True)
     assert unread.num_cached_tokens == 0
