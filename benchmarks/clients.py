@@ -320,7 +320,7 @@ def measure(clients: Mapping[str, Client], rounds: int, folder: Path) -> dict[st
     """Run each client against both servers, by turns; return the runs by client and server."""
     engine_args = {
         "num_gpu_blocks_override": KV_TOKENS // BLOCK_TOKENS,
-        "max_model_len": KV_TOKENS,
+        "max_model_len": KV_TOKENS // 2,
         "max_num_seqs": 4,
     }
     checkpoint = write_checkpoint(MODEL, Path(".cache/checkpoints").resolve())
