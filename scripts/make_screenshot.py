@@ -55,9 +55,10 @@ def main() -> None:
 
 
 def shrink(path: Path) -> None:
-    """Reduce a PNG to 128 colours: the page has few."""
+    """Reduce a PNG to 255 colours: the page has few, but some of them on few dots."""
     with Image.open(path) as picture:
-        small = picture.convert("RGB").quantize(128, dither=Image.Dither.NONE)
+        colors = Image.Quantize.MAXCOVERAGE
+        small = picture.convert("RGB").quantize(255, colors, dither=Image.Dither.NONE)
     small.save(path, optimize=True)
 
 

@@ -58,7 +58,7 @@ export function tokensChart(element, onPoint) {
   const chart = new Chart(element, () => ({
     scales: { x: { range: (_, first, last) => [first - 1, last + 1] }, y: { range: (_, __, most) => [0, Math.max(10, 1.08 * most)] } },
     axes: [
-      axis({ size: 28, values: (_, times, __, ___, step) => times.map((t) => clock(t).slice(0, step < 60 ? 8 : 5)), incrs: [10, 30, 60] }),
+      axis({ size: 28, space: 90, values: (_, times, __, ___, step) => times.map((t) => clock(t).slice(0, step < 60 ? 8 : 5)), incrs: [10, 30, 60] }),
       axis({ size: 54, values: (_, values) => values.map((v) => compact.format(v)), label: "tokens/s", labelSize: 18 }),
     ],
     cursor: { y: false, points: { show: false }, drag: { setScale: false, x: false } },

@@ -235,6 +235,9 @@ function connection(text, state) {
   pill.className = `pill ${state}`;
 }
 
+// A model in a local folder goes by the folder's name.
+const nameOf = (model) => (model.startsWith("/") ? model.split("/").filter(Boolean).at(-1) : model);
+
 function showEngines(good) {
   const names = ["all engines", ...good.map((x) => x.engine.engine)], choice = byId("choice");
   if (names.join() !== [...choice.options].map((x) => x.value).join()) {
@@ -244,7 +247,7 @@ function showEngines(good) {
   }
   choice.hidden = good.length < 2;
   const chosen = good.filter((x) => choice.value === names[0] || x.engine.engine === choice.value);
-  const first = chosen[0], models = [...new Set(chosen.map((x) => x.engine.model))];
+  const first = chosen[0], models = [...new Set(chosen.map((x) => nameOf(x.engine.model)))];
   byId("engine").textContent = `${models.join(", ")} · up ${span(first.now - first.engine.started)}`;
   byId("about").textContent = `heterocache ${first.engine.heterocache}, vLLM ${first.engine.vllm}, ${count(first.engine.chunk_tokens)} tokens in a chunk, process ${chosen.map((x) => x.engine.pid).join(", ")}, fingerprint ${first.engine.fingerprint.slice(0, 16)}`;
   return chosen;
