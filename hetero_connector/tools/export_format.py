@@ -46,6 +46,8 @@ _SEGMENT = re.compile(r"segment-(\d{6,9})")
 _SEGMENT_BYTES = 256 << 20
 _MAX_HEADER_BYTES = 32 << 20
 _MAX_LINE_BYTES = 1024
+_SALT = re.compile(r"[0-9a-f]{32}")
+"""The digest that stands for a salt."""
 
 _Key = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 MAX_TOKENS, MAX_TIME_S = 1 << 53, 1e11
@@ -204,6 +206,8 @@ def _check(header: ExportHeader) -> None:
         raise ValueError(f"impossible slots: {sizes}")
     if len(header.generation.private) not in (0, PRIVATE_BYTES):
         raise ValueError("a generation of the wrong length")
+    if not all(_SALT.fullmatch(name) and n for name, n in header.cleared_salts.items()):
+        raise ValueError("impossible salts")  # an engine would not start with them
 
 
 class SegmentReader:

@@ -303,3 +303,15 @@ def test_without_an_engine_that_answers_it_says_so() -> None:
     answer = client().post("/v1/heterocache/clear", json={"all": True})
     assert answer.status_code == 503
     assert "see the engines' logs" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"all": true, "\\ud800": 1}', b'{"token_ids": [1], "\\udfff": 1}']
+)
+def test_text_that_is_no_unicode_is_refused(start: Start, body: bytes) -> None:
+    start()
+    headers = {"Content-Type": "application/json"}
+    for name in ("clear", "warm"):
+        answer = client().post(f"/v1/heterocache/{name}", content=body, headers=headers)
+        assert answer.status_code == 400
+        assert "the body is not JSON" in answer.json()["error"]["message"]

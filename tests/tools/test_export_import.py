@@ -494,6 +494,19 @@ def test_an_index_that_cannot_be_read_changes_nothing(
     assert snapshot(path.parent) == before
 
 
+@pytest.mark.parametrize("cleared", [{"no digest": 1}, {"ab": 0}, {"": 1}, {"\u00e4": 1}])
+def test_cleared_salts_that_no_store_has_change_nothing(
+    exported: Path, tmp_path: Path, run: Run, cleared: dict[str, int]
+) -> None:
+    path = fill(tmp_path / "other", chunks=2, first=50)
+    before = snapshot(path.parent)
+    write_index(exported, lambda lines: lines[0].update(cleared_salts=cleared))
+    code, _, err = run("import", exported, path.parent)
+    assert (code, snapshot(path.parent)) == (2, before)
+    assert "impossible salts" in err
+    ClearedSalts.in_folder(path)  # an engine still starts
+
+
 LINE = {"chunk": 0, "parent": 1, "start": 2, "end": 3, "type": 4, "size": 5, "segment": 9, "at": 10}
 
 

@@ -8,10 +8,10 @@ have sent. A gateway that authenticates users can add the key.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
@@ -127,7 +127,7 @@ async def _read_arguments(request: Request) -> dict[str, Any]:
     if media_type != "application/json":  # a browser sends others without asking the server first
         raise _RefusedError(415, "send JSON with `Content-Type: application/json`")
     try:
-        arguments = json.loads(body)
+        arguments = msgspec.json.decode(body)  # refuses text that no answer could repeat
     except (ValueError, RecursionError) as error:
         raise _RefusedError(400, f"the body is not JSON: {error}") from None
     if not isinstance(arguments, dict):
