@@ -435,3 +435,26 @@ def test_clearing_ends_pins_but_not_those_of_others(start: Start) -> None:
         assert len(pins) == ("all" not in clearing)
         assert stored(engine, request) == 0
         assert stored(engine, other) == (0 if "all" in clearing else 128)
+
+
+def test_a_call_that_runs_longer_than_its_caller_waits_is_answered_at_its_end() -> None:
+    begins, ends = threading.Event(), threading.Event()
+
+    def function() -> str:
+        begins.set()
+        ends.wait(10)
+        return "done"
+
+    calls = StepCalls(lambda: None)
+    with ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(calls.call, function, 0.1)
+        while not calls.has_any:
+            time.sleep(1e-3)
+        pool.submit(calls.run)
+        assert begins.wait(10)
+        with pytest.raises(TimeoutError):
+            answer.result(0.5)
+        is_waiting = not answer.done()
+        ends.set()
+        assert is_waiting
+        assert answer.result(10) == "done"

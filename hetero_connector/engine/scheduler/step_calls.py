@@ -40,8 +40,8 @@ class StepCalls:
             self._request_step()
             return future.result(timeout_s)
         except TimeoutError:
-            if not future.cancel():  # it runs now: it is short
-                return future.result(timeout_s)
+            if not future.cancel():  # it runs now, and ends
+                return future.result()
             raise CommandError(
                 f"not carried out: the engine has not stepped for {timeout_s:.0f} s. It may be "
                 "paused, or compute one long step: repeat the command later. An engine inside the "
