@@ -122,6 +122,31 @@ def test_a_hundred_clients_are_all_answered(server: StatusServer, path: Path) ->
     assert answers == [{"tiers": [1, 2]}] * 100
 
 
+def test_questions_are_answered_while_commands_take_long(path: Path) -> None:
+    end, begun = threading.Event(), threading.Semaphore(0)
+
+    def drain(_: object) -> dict[str, Any]:
+        begun.release()
+        assert end.wait(60)
+        return {"ended": True}
+
+    server = StatusServer(path, {"status": lambda: {"tiers": [1, 2]}}, {"drain": drain})
+    try:
+        do, count = {"do": "drain"}, status_socket.MAX_COMMANDS
+        with ThreadPoolExecutor(count) as pool:
+            long = [pool.submit(status_socket.ask, path, do, 60.0) for _ in range(count)]
+            for _ in long:
+                assert begun.acquire(timeout=30)
+            assert "repeat it later" in status_socket.ask(path, do)["error"]
+            assert ask(path, "status") == {"tiers": [1, 2]}
+            end.set()
+            assert [answer.result() for answer in long] == [{"ended": True}] * len(long)
+        assert status_socket.ask(path, do) == {"ended": True}
+    finally:
+        end.set()
+        server.close()
+
+
 def test_a_line_of_50_mb_is_not_kept(server: StatusServer, path: Path) -> None:
     part, sent = b"x" * (1 << 20), 0
     with connect(path) as connection:

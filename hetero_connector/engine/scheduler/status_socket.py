@@ -33,9 +33,12 @@ MAX_REQUEST_BYTES = 8 << 20
 """Enough for the tokens of a prompt of a million tokens."""
 MAX_CLIENTS = 8
 """Connections that are served at the same time."""
+MAX_COMMANDS = 4
+"""Commands that are carried out at the same time. The other places are for questions."""
 _PATIENCE_S = 2.0
 """A client has so long to send its line, and to take each part of the answer."""
-_BACKLOG = 64
+_BACKLOG = 1024
+"""A client that finds this many waiting is refused at once: its `connect` raises OSError."""
 _PAUSE_S = 0.2
 
 
@@ -54,6 +57,7 @@ class StatusServer:
         self._commands = commands or {}
         self._closed = threading.Event()
         self._free = threading.BoundedSemaphore(MAX_CLIENTS)
+        self._free_for_commands = threading.BoundedSemaphore(MAX_COMMANDS)
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -113,12 +117,16 @@ class StatusServer:
         if command is None:
             assert answer is not None
             return answer()
+        if not self._free_for_commands.acquire(blocking=False):
+            return {"error": f"{MAX_COMMANDS} commands are being carried out: repeat it later"}
         try:
             return command(request)
         except MalformedCommandError as error:
             return {"error": str(error), "malformed": True}
         except CommandError as error:
             return {"error": str(error)}
+        finally:
+            self._free_for_commands.release()
 
     def _usage(self) -> str:
         usage = f"ask one of {', '.join(self._answers)}, as in {{'get': 'status'}}"
