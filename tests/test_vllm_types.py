@@ -1,4 +1,4 @@
-"""What the package imports, calls, reads and overrides of vLLM exists there, with those types."""
+"""Everything of vLLM that the package imports, calls, reads or overrides has those types."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ SOURCES = [
     for package in ("hetero_connector", "ownership", "cuda", "examples", "benchmarks", "scripts")
     for path in sorted((ROOT / package).rglob("*.py"))
 ]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 RIDDLE = re.compile(r"(What|Of|Whether|Where|When|How|Those|As|Whose|Who)\b")
 """A docstring is a sentence with a verb: it does not open with one of these words."""
 UNCLEAR = re.compile(
@@ -70,7 +71,7 @@ def changes(function: ast.FunctionDef) -> Iterator[int]:
                 yield node.lineno
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
+@pytest.mark.parametrize("path", SOURCES + TESTS, ids=name)
 def test_a_docstring_does_not_open_with_a_riddle(path: Path) -> None:
     found = docstrings(ast.parse(path.read_text()))
     assert not [(line, text[:60]) for line, text in found if RIDDLE.match(text)]

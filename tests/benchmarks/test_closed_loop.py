@@ -1,4 +1,4 @@
-"""What stands in for people and tools sends prompts that share what the trace says."""
+"""The stand-in for people and tools sends prompts that share what the trace says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmark of the planner's predictions makes of the requests it has seen."""
+"""The benchmark of the planner's predictions computes its figures from the requests it has seen."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def made(spec: SyntheticSpec, sessions: int = 2, seed: int = 0, block_tokens: in
 
 
 def check(session: Session, block_tokens: int) -> None:
-    """What every reader promises of a session."""
+    """Check everything that a reader promises of a session."""
     for index, request in enumerate(session.requests):
         assert request.blocks.num_blocks == request.input_tokens // block_tokens
         assert request.parent is None if index == 0 else request.parent in range(index)

@@ -70,7 +70,7 @@ class Stream:
 
 
 class Cuda:
-    """What the stand-ins of one test have been asked for."""
+    """The calls that the stand-ins of one test have received."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, str]] = []

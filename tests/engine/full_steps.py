@@ -86,7 +86,7 @@ def _full_graphs(dispatch: Dispatch) -> Iterator[list[int]]:
 
     steps: list[int] = []
     now: dict[str, Any] = {}
-    """Of the present step: its runner, batch, attention metadata and slot mappings."""
+    """The present step's runner, batch, attention metadata and slot mappings."""
     captured: dict[tuple[int, str], int] = {}
     """Address of each runner's and layer's slot mapping."""
     eager = model_runner.dispatch_cg_and_sync_dp

@@ -142,7 +142,7 @@ def test_a_step_without_the_drafter_may_load(llm: Any) -> None:
 
 
 def test_the_order_of_the_workers_hooks(llm: Any) -> None:
-    """As in `docs/internals/hooks.md`: when vLLM takes a step's results, and when it ends it."""
+    """vLLM takes a step's results and ends it in the order of `docs/internals/hooks.md`."""
     is_second = llm.llm_engine.vllm_config.use_v2_model_runner
     ends_first = is_second and vllm.__version__.startswith("0.32.")
     add(llm, prompt_tokens(100, seed=8), max_tokens=2)

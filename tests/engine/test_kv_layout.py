@@ -24,7 +24,7 @@ from tests.engine.harness import CHECKPOINTS
 pytestmark = pytest.mark.engine
 
 FLASH_ATTENTION = [layout.name for layout in get_supported_kv_cache_layouts([])]
-"""Those of backends that state none, in vLLM's order."""
+"""The layout of backends that state none, in vLLM's order."""
 FLASHINFER_ON_BLACKWELL = ["LBHNC", "BLHNC"]
 DEEPSEEK_V4 = ["BLHNC", "BLNHC"]
 HETERO = {"kv_connector": "HeteroConnector", "kv_role": "kv_both"}

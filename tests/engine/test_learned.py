@@ -1,4 +1,4 @@
-"""What an engine has learned is kept for the next one, and nothing in the file can harm that."""
+"""The next engine starts with the costs that this one learned, whatever the file has in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine tells the live page, at its socket; its scheduler side and store are real."""
+"""An engine answers the live page at its socket; its scheduler side and store are real."""
 
 from __future__ import annotations
 

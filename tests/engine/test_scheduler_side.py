@@ -140,7 +140,7 @@ def test_an_engine_that_only_waits_for_reports_pauses(
 
 
 def test_a_load_that_takes_longer_than_a_decode_step_parks_its_request() -> None:
-    """As on CUDA, where other requests go on meanwhile."""
+    """Other requests go on meanwhile, as on CUDA."""
     engine = Engine(DENSE, parking="long")
     engine.run(FakeRequest("a", tokens(200)))
     for _ in range(9):

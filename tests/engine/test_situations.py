@@ -315,7 +315,7 @@ def test_several_samples_of_one_prompt(
 
 
 def test_the_order_of_the_workers_hooks(llm: Any, model: str, reference: Completion) -> None:
-    """As in `docs/internals/hooks.md`, in a step that loads and in one that does not."""
+    """The hooks come in the order of `docs/internals/hooks.md`, whether or not the step loads."""
     ends = ["start_load_kv", "wait_for_save", "get_transfer_results"]
     ends += ["get_block_ids_with_load_errors", "build_connector_worker_meta"]
     add(llm, prompt_tokens(100, seed=8), max_tokens=4)

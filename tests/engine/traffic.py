@@ -25,7 +25,7 @@ class Ask:
     max_tokens: int
     abort_after: int | None = None
     seed: int | None = None
-    """Of random tokens; None for greedy ones."""
+    """The seed of random tokens; None for greedy ones."""
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ COMPOSE = Path(proxy.__file__).parent / "docker-compose.yml"
 SERVERS = ("prefill-0", "decode-0")
 GIVEN = {"REDIS_PASSWORD": "secret", "MODEL": "some/model"}
 PORT = 8000
-"""Of vLLM's server and of the proxy, unless they are told otherwise."""
+"""The default port of vLLM's server and of the proxy."""
 
 
 def services_with(given: dict[str, str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What needs no Ray in examples/ray_serve. `make test-ray` runs the rest."""
+"""The parts of examples/ray_serve that need no Ray. `make test-ray` runs the rest."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ _COUNTS = ("injected", "reached")
 
 @dataclass
 class CampaignResult:
-    """What all rounds found."""
+    """The findings of all rounds."""
 
     rounds: int = 0
     wrong_answers: int = 0
@@ -48,7 +48,7 @@ class CampaignResult:
     engine_deaths: int = 0
     """Errors that reached the scheduler, and I/O threads that ended."""
     stuck: int = 0
-    """What was not in order again after all faults had ended."""
+    """The things that were not in order again after all faults had ended."""
     failed: list[int] = field(default_factory=list)
     """Seeds of the rounds that found something."""
     findings: list[str] = field(default_factory=list)

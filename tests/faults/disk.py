@@ -18,7 +18,7 @@ SECTOR_BYTES = 512
 
 
 class Fate(StrEnum):
-    """What one operation meets."""
+    """The fate of one operation."""
 
     WORKS = "works"
     FAILS = "fails"
@@ -33,19 +33,19 @@ class Fate(StrEnum):
 
 
 class Cut(StrEnum):
-    """How a machine stops."""
+    """The ways in which a machine stops."""
 
     KILL = "kill"
     """The process is gone; what it wrote is there."""
     POWER = "power"
-    """Of what was not synced, each sector may be there or not."""
+    """Each sector that was not synced may be there or not."""
     POWER_LOSES_ALL = "power_loses_all"
     """Nothing that was not synced is there."""
 
 
 @dataclass(frozen=True)
 class Weather:
-    """How likely an operation meets a fate, by the start of its name (`slab.`, `journal.sync`)."""
+    """The odds of the fates of an operation, by the start of its name (`slab.`, `journal.sync`)."""
 
     odds: Mapping[str, Mapping[Fate, float]] = field(default_factory=dict)
 
@@ -60,7 +60,7 @@ Read = Callable[[int, int], bytes]
 
 
 class DiskError(OSError):
-    """What an operation on a faulty disk raises."""
+    """The error of an operation on a faulty disk."""
 
 
 class Disk:
@@ -87,7 +87,7 @@ class Disk:
         self.hanging = 0
         """Threads that wait inside an operation."""
         self.hanging_for_ever = 0
-        """Those of them that no healing releases."""
+        """The threads that no healing releases."""
         self._lock = threading.Condition(threading.RLock())
         self._counts: Counter[str] = Counter()
         self._unsynced: dict[str, dict[int, _Sector]] = {}
@@ -97,7 +97,7 @@ class Disk:
 
     @property
     def is_off(self) -> bool:
-        """Whether the machine was stopped; nothing that is done afterwards changes a file."""
+        """True once the machine was stopped; nothing that is done afterwards changes a file."""
         return self._image is not None
 
     @property
@@ -115,9 +115,9 @@ class Disk:
         return self._root is not None and Path(path).is_relative_to(self._root)
 
     def fate(self, operation: str, blocks: bool = True) -> Fate:
-        """What the next operation of this name meets; DiskError on a machine that has stopped.
+        """Draw the fate of the next operation of this name. Raises DiskError on a stopped machine.
 
-        `blocks`: whether a thread waits in it, and so hangs with it.
+        `blocks`: True if a thread waits in it, and so hangs with it.
         """
         with self._lock:
             self.operations += 1
@@ -202,7 +202,7 @@ class Disk:
                 sector.believed_synced = False
 
     def truncates(self, path: str, size: int, file_bytes: int, read: Read) -> None:
-        """As `writes`, for the end of a file that is about to be cut off."""
+        """Do as `writes` does, for the end of a file that is about to be cut off."""
         with self._lock:
             self.require_power()
             unsynced = self._unsynced.setdefault(path, {})

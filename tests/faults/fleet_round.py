@@ -74,7 +74,7 @@ class ForgetfulDirectory(MemoryDirectory):
             return grants
 
     def note_ends(self) -> None:
-        """Whose epoch has ended since the last call."""
+        """Return the workers whose epoch has ended since the last call."""
         with self._lock:
             live = set(self.workers())
             self.history += [Ended(epoch, time.monotonic()) for epoch in self._seen - live]
@@ -140,7 +140,7 @@ class Member:
         self.saves: list[Save] = []
         self.restores: list[Restore] = []
         self.told: dict[ArtifactId, PeerCopy] = {}
-        """What lookups have found so far, much of it outdated."""
+        """The answers of lookups so far, many of them outdated."""
         self._new_disk()
         self.start()
 

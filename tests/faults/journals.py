@@ -109,7 +109,7 @@ def _as_apsw(operation: str) -> Iterator[None]:
 
 
 class _Rows:
-    """What a statement gave, as a cursor of sqlite3 tells it."""
+    """A statement's result, as a cursor of sqlite3 gives it."""
 
     def __init__(self, rows: list[tuple[Any, ...]], rowcount: int) -> None:
         self._rows = iter(rows)
@@ -172,7 +172,7 @@ def _as_sqlite3() -> Iterator[None]:
 
 
 def connector(disk: Disk) -> Callable[[Path, str], sqlite3.Connection]:
-    """What `Journal` opens its file with. Pass it as `connect`."""
+    """`Journal` opens its file with this. Pass it as `connect`."""
     vfs = FaultyVfs(disk)
 
     def connect(path: Path, mode: str) -> sqlite3.Connection:

@@ -290,7 +290,7 @@ class Life(ABC):
             self._store.arena.close()
 
     def _close_files(self) -> None:
-        """As the kernel does for a process that has ended."""
+        """Do what the kernel does for a process that has ended."""
         assert self._store.io_thread is not None
         ssd = self._store.io_thread.ssd
         assert ssd is not None

@@ -28,7 +28,7 @@ class Oracle:
 
     def __init__(self) -> None:
         self.weights = 0
-        """How many resets have answered."""
+        """The number of resets that have answered."""
         self._may_return: dict[bytes, int] = {}
         """Generations that the disk could not be told the end of, and their weights."""
 

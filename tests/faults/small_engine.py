@@ -58,7 +58,7 @@ PATIENCE_S = 3 * LOAD_DEADLINE_S
 """By then a request is answered: each of its reads has a deadline."""
 _NULL_BLOCK = 0
 _PARKING: Sequence[Sequence[Parking]] = (("never",), ("always",), ("never", "always"))
-"""Of the loads of one engine: each is by one of these, chosen anew."""
+"""The ways to park the loads of one engine: each load draws one of them."""
 States = npt.NDArray[np.uint8]
 """`[tokens, layers, TOKEN_BYTES]`."""
 
@@ -90,11 +90,11 @@ class Request(FakeRequest):
     """It has decoded enough when it has so many tokens."""
     truth: States = field(default_factory=lambda: np.zeros((0, 0, 0), np.uint8))
     lives: int = 0
-    """How often it was admitted or preempted."""
+    """The number of times that it was admitted or preempted."""
     asked_again_s: float | None = None
     """Since when it is told to ask again."""
     asked_late: int = 0
-    """How often it was told so although everything's deadline had passed."""
+    """The number of times that it was told so although everything's deadline had passed."""
 
     @property
     def is_parked(self) -> bool:

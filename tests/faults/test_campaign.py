@@ -173,7 +173,7 @@ def test_a_token_that_is_given_to_two_owners_is_found() -> None:
 
 @pytest.mark.long
 def test_every_failpoint_and_every_fault_is_met() -> None:
-    """Of the rounds by hand, which are the same each time."""
+    """Check the rounds without threads, which are the same each time."""
     reached, injected = Counter[str](), Counter[str]()
     for seed in range(1, 60):
         verdict = StoreRound(seed, threaded=False).run()

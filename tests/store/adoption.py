@@ -1,4 +1,4 @@
-"""What a dead engine left on its SSD, and an engine that takes it over."""
+"""A dead engine leaves an SSD, and an engine takes it over."""
 
 from __future__ import annotations
 

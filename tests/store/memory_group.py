@@ -40,13 +40,13 @@ class MemoryGroup:
 
     @property
     def used_bytes(self) -> int:
-        """What is counted here now, the page cache too."""
+        """Bytes that are counted here now, the page cache too."""
         name = "memory.current" if self._is_v2 else "memory.usage_in_bytes"
         return int((self.folder / name).read_text())
 
     @property
     def kills(self) -> int:
-        """How many processes the kernel has killed here for want of memory."""
+        """The number of processes that the kernel has killed here for want of memory."""
         name = "memory.events" if self._is_v2 else "memory.oom_control"
         lines = (self.folder / name).read_text().splitlines()
         return int(dict(line.split() for line in lines)["oom_kill"])

@@ -128,7 +128,7 @@ class Engine:
         return self._told
 
     def register(self, peers: KnownPeers) -> Mapping[ArtifactId, PeerCopy]:
-        """As a directory would: its card is known while its lease lasts; where CHUNKS are."""
+        """Answer as a directory does: its card is known while its lease lasts; where CHUNKS are."""
         card, copies = self.told()
         peers.cards[self.epoch] = card
         return copies

@@ -1,4 +1,4 @@
-"""What reaches the SSD when a day's writes are limited."""
+"""A limit on a day's writes decides which chunks reach the SSD."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Written:
         self.settle()
 
     def on_ssd(self, chunks: Iterable[ChunkRange]) -> int:
-        """How many of the chunks are on SSD with all their state."""
+        """The number of the chunks that are on SSD with all their state."""
         return sum(set(SIZES) <= self.kinds_on_ssd(c) for c in chunks)
 
     def kinds_on_ssd(self, chunk: ChunkRange) -> set[StateType]:
@@ -268,7 +268,7 @@ def node(parent: Node | None, *kinds: StateType, uses: int = 0) -> Node:
 
 
 WORTH = 1 / 4096
-"""Of a new chunk under the root: one use, one second, one block."""
+"""The worth of a new chunk under the root: one use, one second, one block."""
 
 
 @pytest.mark.parametrize(

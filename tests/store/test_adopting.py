@@ -1,4 +1,4 @@
-"""What a dead engine left on SSD, taken over by one that can read it: verified, never written."""
+"""An engine takes over a dead engine's SSD if it can read it: verified, never written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a big SSD tier costs: who waits while it is opened, and what its index takes."""
+"""A big SSD tier holds nothing up while it is opened, and its index takes little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may have a directory: one alone, or any number who read."""
+"""One engine alone may write to a directory, or any number may read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every eviction policy must do, and what each does beyond."""
+"""Every eviction policy keeps one contract; each has tests of its own beyond it."""
 
 import gc
 import random

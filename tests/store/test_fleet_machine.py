@@ -16,11 +16,11 @@ from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 pytestmark = pytest.mark.long
 
 THEIRS = {chunk.key for chunk in (*TRUNKS["b"][:2], TRUNKS["c"][1])}
-"""What two chains begin with, and the middle of a third."""
+"""The chunks that two chains begin with, and the middle of a third."""
 
 
 class FleetMachine(StoreMachine):
-    """What others own leaves no trace on the SSD, and what is ours stays there without it."""
+    """Others' artifacts leave no trace on the SSD, and ours stay there without it."""
 
     def __init__(self) -> None:
         self.promoted = set[bytes]()
@@ -36,7 +36,7 @@ class FleetMachine(StoreMachine):
         self.judge(chunk.key)
 
     def judge(self, key: bytes) -> None:
-        """What the fleet says of everything of the chunk that is here."""
+        """The claims of the fleet on everything of the chunk that is here."""
         node = self.store.catalog.tiers.index.nodes.get(key)  # type: ignore[call-overload]
         assert self.store.sharing is not None
         ids = [] if node is None else [a.id for a in node.artifacts.values() if a.sealed]
@@ -85,7 +85,7 @@ class FleetMachine(StoreMachine):
 
     @invariant()
     def whatever_may_leave_a_tier_will(self) -> None:
-        """Where nothing is held in place: each is known to its policy, and there is one, but on an
+        """With nothing held in place each is known to its policy, and there is one, but on an
         SSD for what DRAM alone has."""
         tiers = self.store.catalog.tiers
         if tiers._pins:

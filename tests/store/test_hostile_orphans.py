@@ -1,4 +1,4 @@
-"""What a dead engine left may be anybody's work: it is neither believed nor waited for."""
+"""A dead engine's files may be anybody's work: they are neither believed nor waited for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def left(tmp_path: Path) -> Copies:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where it lies."""
+    """The path at which it lies."""
     return model_directory(tmp_path / "fleet" / "dead", FINGERPRINT)
 
 
@@ -42,7 +42,7 @@ def survivor(tmp_path: Path) -> Iterator[Survivor]:
 
 
 def moved_to(copies: Copies, storage: Path | str) -> Copies:
-    """As if the directory said that they lie there."""
+    """Claim that the directory said that they lie there."""
     return {what: replace(copy, storage=str(storage)) for what, copy in copies.items()}
 
 

@@ -35,9 +35,9 @@ LOSS = {
     "deaf owner": {READER_TO_OWNER: 1.0},
     "deaf reader": {OWNER_TO_READER: 1.0},
 }
-"""Of packets."""
+"""The shares of packets that are lost."""
 APART = list(LOSS)
-"""How the link between two hosts is."""
+"""The states of the link between two hosts."""
 
 
 def situations() -> list[str]:

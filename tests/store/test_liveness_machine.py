@@ -27,9 +27,9 @@ from tests.store.test_store_machine import DEPTH, TRUNKS, StoreMachine, chains
 pytestmark = pytest.mark.long
 
 SETTLING_STEPS = 150
-"""Of two seconds each: a hang is noticed in one minute, a pause ends in another."""
+"""Two seconds each: a hang is noticed in one minute, a pause ends in another."""
 BESIDE_READS_STEPS = 12
-"""Of a quarter of a second: for as long may what is sealed wait for reads."""
+"""A quarter of a second each: for as long may what is sealed wait for reads."""
 
 
 class Faults(StoreMachine):
@@ -132,7 +132,7 @@ class Faults(StoreMachine):
 
     @rule(goes_on=st.booleans(), reading=st.booleans())
     def the_faults_end(self, goes_on: bool, reading: bool) -> None:
-        """What hangs goes on, or never will. Reads may be under way without a pause."""
+        """Let everything that hangs go on, or never. Reads may be under way without a pause."""
         self.calm()
         if goes_on:
             self.what_hangs_goes_on()
@@ -172,7 +172,7 @@ class Faults(StoreMachine):
         self.check_slots()
 
     def waits(self) -> list[str]:
-        """What is not as it should be once everything has come to its end."""
+        """Return everything that is wrong once all has come to its end."""
         catalog, now = self.store.catalog, self.store.snapshot()
         queues = {
             "loads": now.loads_queued,
@@ -266,7 +266,7 @@ class Faults(StoreMachine):
 
 
 def taken_by(save: Save) -> list[Artifact]:
-    """What a save under way writes to; forgotten if there was a reset."""
+    """The slots that a save under way writes to; forgotten if there was a reset."""
     assert isinstance(save, ReservedSave)
     return save.artifacts
 

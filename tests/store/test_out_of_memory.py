@@ -42,7 +42,7 @@ context = multiprocessing.get_context("spawn")
 
 
 def reasons() -> list[str]:
-    """How a process comes to its end here."""
+    """The ways in which a process ends here."""
     why = why_no_groups()
     if why:
         print(f"out of memory: left out, {why}")
@@ -183,7 +183,7 @@ def test_an_engine_that_is_killed_while_it_saves_leaves_what_can_be_served(
 
 
 def served_from(root: Path) -> int:
-    """How many artifacts a dead engine's directory serves, every one of them right."""
+    """Return the number of artifacts that a dead engine's directory serves, all of them right."""
     (ssd,) = (path for path in root.iterdir() if path.is_dir())
     assert not verify_model(ssd).bad
     store = open_store(KnownPeers(), ssd_dir=root, ssd_bytes=SSD_BYTES)

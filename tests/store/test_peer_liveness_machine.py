@@ -37,7 +37,7 @@ pytestmark = pytest.mark.long
 
 
 class Fate(StrEnum):
-    """What becomes of a read of the peer."""
+    """The fates of a read of the peer."""
 
     WORKS = "works"
     BREAKS_OFF = "breaks off"
@@ -93,7 +93,7 @@ class Peer:
     def __init__(self, epoch: int, network: MemoryNetwork) -> None:
         self.epoch = epoch
         self.copies: dict[ArtifactId, PeerCopy] = {}
-        """What the directory has ever said of it, much of it outdated."""
+        """Everything that the directory has ever said of it, much of it outdated."""
         self.store = ArtifactStore.open(
             SIZES,
             StoreConfig(4 * CHUNK_BYTES, spill_delay_s=0.0),
@@ -175,7 +175,7 @@ class PeerLivenessMachine(FleetLivenessMachine):
             self.read_once(name, fate, is_begun)
 
     def read_once(self, name: str, fate: Fate, is_begun: bool) -> None:
-        """What came from it before is gone. `is_begun`: the read is under way when it happens."""
+        """Forget all that came from it. `is_begun`: the read is under way when it happens."""
         self.forget_replicas()
         self.peer.save(TRUNKS[name][:2])
         is_begun |= fate in (Fate.IS_LATE, Fate.NEVER_ENDS)
@@ -208,7 +208,7 @@ class PeerLivenessMachine(FleetLivenessMachine):
         ]
 
     def forget_replicas(self) -> None:
-        """As if they had been evicted."""
+        """Remove them as an eviction would."""
         tiers = self.store.catalog.tiers
         with self.store.catalog.locked():
             used = set(tiers.pinned())
@@ -218,7 +218,7 @@ class PeerLivenessMachine(FleetLivenessMachine):
 
     @rule(name=chains, depth=st.integers(1, DEPTH), rounds=st.integers(0, 3))
     def restore_from_peer(self, name: str, depth: int, rounds: int) -> None:
-        """What is not here is read from where the directory once said that it is."""
+        """Read everything that is not here from the place that the directory once gave."""
         here = {x.chunk: x for x in self.store.holdings(TRUNKS[name])}
         columns: dict[StateType, list[StoredChunk]] = {}
         copies: dict[ArtifactId, PeerCopy] = {}
@@ -240,7 +240,7 @@ class PeerLivenessMachine(FleetLivenessMachine):
 
     @rule()
     def the_peer_goes_on(self) -> None:
-        """What it was asked for lands, whether or not anybody looks."""
+        """Let its answers land, whether or not the store looks."""
         self.network.stopped.clear()
         for read in list(self.reader._transfers._active):  # type: ignore[attr-defined]
             read.poll()

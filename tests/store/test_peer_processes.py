@@ -141,7 +141,7 @@ def test_an_owner_that_is_stopped_costs_a_deadline_and_its_late_bytes_harm_nobod
 
 
 def fetch_failed(reader: ArtifactStore, copies: Mapping[ArtifactId, PeerCopy]) -> bool:
-    """Whether the peer is still left alone."""
+    """Return True while the peer is left alone."""
     restore = fetch(reader, copies)
     check_bytes(reader, restore)
     restore.release()

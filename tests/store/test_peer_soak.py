@@ -21,7 +21,7 @@ MINE = chain("mine", 2)
 
 
 def check_own(store: ArtifactStore, mine: dict[ArtifactId, np.ndarray]) -> None:
-    """What this store saved itself is what it was."""
+    """Check that everything this store saved itself is unchanged."""
     for chunk, stored in zip(MINE, store.match(MINE), strict=False):
         offsets = np.frombuffer(stored.offsets, np.int64)
         for kind in BIG:

@@ -104,7 +104,7 @@ def reader(fleet: Fleet) -> ArtifactStore:
 
 
 def exports(store: ArtifactStore, count: int, holder: int = OWNER) -> dict[ArtifactId, PeerCopy]:
-    """What the directory would answer: the copies of the next `count` artifacts exported."""
+    """Return the directory's answer: the copies of the next `count` artifacts exported."""
     copies: dict[ArtifactId, PeerCopy] = {}
 
     def take() -> bool:

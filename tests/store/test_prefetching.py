@@ -36,7 +36,7 @@ from tests.store.filling import (
 
 A, B = chain("a", 4), chain("b", 4)
 CHAIN_BYTES = 4 * SIZES[DENSE] + SIZES[WINDOW]
-"""What a restore of four chunks needs: all prefix state, and the window at the end."""
+"""A restore of four chunks needs all prefix state, and the window at the end."""
 
 
 class Stage:

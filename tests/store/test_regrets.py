@@ -1,4 +1,4 @@
-"""What was evicted and soon computed again is counted, by the tier that was too small."""
+"""State that was evicted and soon computed again is counted, by the tier that was too small."""
 
 from __future__ import annotations
 

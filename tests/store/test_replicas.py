@@ -54,7 +54,7 @@ class Shared:
         self.judge()
 
     def judge(self) -> None:
-        """What the fleet says, again and again."""
+        """Answer as the fleet does, again and again."""
         assert self.store.sharing is not None
         self.store.sharing.resolve_claims(dict.fromkeys(ids_of(OURS), 3), ids_of(THEIRS))
 

@@ -401,7 +401,7 @@ def test_a_short_or_missing_slab_loses_only_its_rows(tmp_path: Path) -> None:
 def test_another_capacity_keeps_what_still_lies_where_it_did(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, types: tuple[StateType, StateType]
 ) -> None:
-    """Of two bundles, and of one of two types."""
+    """The same holds for two bundles and for one of two types."""
     monkeypatch.setattr(slot_geometry, "_ZONE_BYTES", 64 << 10)
     slots = dict(zip(types, SLOTS.values(), strict=True))
 

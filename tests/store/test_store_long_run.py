@@ -1,4 +1,4 @@
-"""What shows only after a while: bookkeeping that grows, slow syncs, disks that come and go."""
+"""Long runs find bookkeeping that grows, slow syncs, disks that come and go."""
 
 from __future__ import annotations
 

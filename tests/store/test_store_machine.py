@@ -82,7 +82,7 @@ class StoreMachine(RuleBasedStateMachine):
     eviction: EvictionName = "leaf_lru"
     budget_bytes: int | None = None
     harmless = frozenset({Failure.GONE, Failure.NO_SLOT})
-    """How a restore may fail."""
+    """The ways in which a restore may fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class StoreMachine(RuleBasedStateMachine):
         return self.store.io_thread is not None and self.store.run_io_round()
 
     def drained(self) -> bool:
-        """Whether nothing waits to be written. A round may find a sync still under way."""
+        """Return True if nothing waits to be written. A round may find a sync still under way."""
         self.round()
         return not (self.store.catalog.writes or self.store.catalog.writes.num_writing)
 
@@ -273,7 +273,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.ssd)
     @rule()
     def touch(self) -> None:
-        """What the I/O thread does every half minute."""
+        """Do what the I/O thread does every half minute."""
         assert self.store.io_thread is not None
         self.store.io_thread.housekeep()
 
@@ -320,7 +320,7 @@ class StoreMachine(RuleBasedStateMachine):
         }
 
     def comes_back(self, artifact_id: ArtifactId, durable: set[ArtifactId]) -> bool:
-        """Whether a restart must find it, of what was durable: its chunk and all above it are."""
+        """Return True if a restart must find it: its chunk and all above it are durable."""
         for trunk in TRUNKS.values():
             for depth, chunk in enumerate(trunk):
                 if chunk.key == artifact_id.chunk:
@@ -368,7 +368,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert visible <= self.sealed
 
     def may_be_a_gap(self, node: Node) -> bool:
-        """Whether nothing need be stored of a chunk though something below it is."""
+        """Return True if a chunk needs nothing stored though something below it is."""
         return False
 
     @invariant()

@@ -230,7 +230,7 @@ def test_what_is_damaged_in_the_store_is_named_and_left_out(
 
 
 def test_a_directory_in_use_can_be_exported(source: Path, target: Path) -> None:
-    """What its engine replaces meanwhile is left out."""
+    """Artifacts that its engine replaces meanwhile are left out."""
     directory = open_directory(source)
     rows = list(directory.journal.load())
 

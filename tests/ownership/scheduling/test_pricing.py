@@ -152,7 +152,7 @@ def test_terms_of_delayed_decodes() -> None:
 
 
 def test_terms_of_second_copies() -> None:
-    """Of 1,000 tokens b has 900, c 400 on its SSD; 1 ms a token, kappa 0.5.
+    """A prompt of 1,000 tokens: b has 900, c 400 on its SSD; 1 ms a token, kappa 0.5.
 
     At a 900 tokens are held twice then, at c 500, at b none, however they get there. Prefilled at
     b and decoded at a it is all but the last token.
