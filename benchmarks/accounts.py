@@ -87,7 +87,7 @@ def account_of_simulation(
     """Replay the trace as recorded, and make the account."""
     run, tally = _simulated(trace, fleet, policy, chunk_tokens)
     hits = Hits(*tally.hits)
-    flows = _by_flow(state_bytes_of(run.shape, run.workers.values()))
+    flows = _by_flow(state_bytes_of(run.shape, run.totals()))
     return Account(_by_tier(hits), flows, tally.by_name, list(tally.task_s))
 
 
@@ -99,7 +99,7 @@ def accounts_apart(
     Times are in the second one, from the moment that requests were sent to the fleet.
     """
     run, tally = _simulated(trace, fleet, policy, chunk_tokens)
-    parts = zip(run.workers.values(), (Hits(*tally.hits), tally.decoder_hits), strict=True)
+    parts = zip(run.totals(), (Hits(*tally.hits), tally.decoder_hits), strict=True)
     prefill, decode = (
         Account(_by_tier(hits), _by_flow(state_bytes_of(run.shape, [worker])), {}, ())
         for worker, hits in parts

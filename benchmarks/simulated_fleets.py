@@ -43,7 +43,7 @@ _KEPT = (
     "requests", "refused", "ttft_mean_s", "ttft_p50_s", "ttft_p95_s", "step_p95_s", "task_mean_s",
     "task_wait_mean_s", "task_wait_mean_alone_s", "task_wait_p95_s", "prompt_tokens",
     "saved_tokens", "duplicate_factor",
-    "moved_bytes", "moved_bytes_times_copies", "network_bytes", "ssd_read_bytes",
+    "network_bytes", "ssd_read_bytes",
     "ssd_written_bytes", "owner_hit_rate", "busy_share", "hbm_gib_per_session",
     "decode_late_share", "token_mean_s",
 )  # fmt: skip
@@ -142,7 +142,7 @@ def study_as_markdown(study: Study, found: Sequence[Mapping[str, Any]]) -> list[
         lines += [", ".join(f"{name} {value:g}" for name, value in setting), ""]
         lines += [
             "| policy | TTFT mean, s | TTFT p95, s | waiting of a task, s | over oracle | saved | "
-            "moved, GiB | copies | moved x copies | owner hits |",
+            "network, GiB | to SSD, GiB | copies | owner hits |",
             "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         ]
         lines += [_line(row) for row in table if row.setting == setting]
@@ -165,9 +165,9 @@ def _line(row: Row) -> str:
     ]
     if row.policy != ORACLE:
         cells += [
-            _told(found["moved_bytes"], 0, 1 / GIB),
+            _told(found["network_bytes"], 0, 1 / GIB),
+            _told(found["ssd_written_bytes"], 0, 1 / GIB),
             _told(found["duplicate_factor"], 2),
-            _told(found["moved_bytes_times_copies"], 0, 1 / GIB),
             f"{found['owner_hit_rate'].mean:.1%}",
         ]
     return f"| {' | '.join(cells)} |"

@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from benchmarks.research.first_use import Family, FirstUses
@@ -393,6 +393,6 @@ def oracle_result(
         "trace": sent.source,
         "caveats": sent.caveats,
         "seed": workload.seed,
-        "parameters": {k: v for k, v in asdict(workload).items() if v is not None and k != "seed"},
+        "parameters": workload.parameters(),
         "figures": found.figures(),
     }

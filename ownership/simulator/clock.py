@@ -31,6 +31,10 @@ class EventLoop:
         self._announced += 1
         heapq.heappush(self._events, (time_s, begins, self._announced, call, args))
 
+    def stop(self) -> None:
+        """Drop all events, so that `run` ends."""
+        self._events.clear()
+
     def run(self) -> None:
         """Run until no event is left."""
         events = self._events

@@ -22,7 +22,7 @@ class Figures:
     refused: int
     sessions: int
     span_s: float
-    """Virtual time from the first arrival to the last answer."""
+    """Virtual time from the first arrival to the last answer, or that of the window."""
     ttft_mean_s: float
     ttft_p50_s: float
     ttft_p95_s: float
@@ -34,20 +34,28 @@ class Figures:
     task_wait_mean_s: float
     """The part of a task's time that the fleet took: what is more than if answers came at once."""
     task_wait_p95_s: float
+    task_slowdown_mean: float
+    """A task's waiting over that on an idle engine which has what the session computed before."""
+    task_slowdown_p99: float
     step_p50_s: float
     """A step is one request of a session, from its arrival to its last token."""
     step_p95_s: float
     step_p99_s: float
     token_mean_s: float
-    """Between two tokens of an answer."""
+    """Between two tokens of an answer; percentiles to 1 %."""
+    token_p50_s: float
+    token_p99_s: float
+    attained_share: float
+    """Share of requests that met both `Objectives`; those that were refused did not."""
+    goodput_per_s: float
+    """Requests that met both, per second."""
+    length_unfairness: float
+    """The slowdown of steps, in the quarter of prompts by length where it is greatest, over that
+    where it is least; means of each quarter."""
     hbm_gib_per_session: float
     """Pages of a request on one rank, mean over the time it holds them."""
     most_live_sessions: int
     """Sessions in progress at once, including those that think or run tools."""
-    most_running: int
-    """Requests with pages at one worker at once."""
-    sessions_in_hbm: float
-    """Number of requests whose pages, of the mean size, fit the fleet's HBM."""
     prompt_tokens: int
     matched_tokens: int
     """Leading tokens that some tier had where the request ran, usable or not."""
@@ -59,18 +67,10 @@ class Figures:
     peer_hit_tokens: int
     duplicate_factor: float
     """Chunks in the memory of all workers over distinct ones; mean over samples."""
-    moved_bytes: int
-    """Over the network, from SSD and to SSD."""
-    moved_bytes_times_copies: float
-    """`moved_bytes` x `duplicate_factor`: the cost of keeping state where it is needed."""
     network_bytes: int
     ssd_read_bytes: int
     ssd_written_bytes: int
-    dram_loaded_bytes: int
     sealed_bytes: int
-    write_amplification: float
-    """Bytes written to SSD over those of all distinct chunks; copies, rewrites and checkpoints
-    raise it."""
     owner_hit_rate: float
     """Share of turns that were prefilled at the session's owner, among turns that had one."""
     moved_sessions: int
@@ -86,6 +86,14 @@ class Figures:
     restore_ssd_mean_s: float
     restore_exposed_mean_s: float
     preemptions: int
+
+
+@dataclass(frozen=True)
+class Objectives:
+    """The most seconds to a request's first token, and on average to each of the others."""
+
+    ttft_s: float = 2.0
+    token_s: float = 0.05
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,7 @@ class SimulationResult:
     trace: str
     caveats: tuple[str, ...]
     seed: int
-    parameters: Mapping[str, float]
+    parameters: Mapping[str, float | str]
     figures: Figures
     state_bytes: Mapping[str, Mapping[str, int]]
     """Bytes by flow (`written`, `staged`, `fetched`, `loaded`, `sealed`), then by state type."""
@@ -125,10 +133,20 @@ def _column() -> array[float]:
 class Tally:
     """Sums over requests, and 8 bytes for each figure of a request."""
 
+    objectives: Objectives = field(default_factory=Objectives)
     ttft_s: array[float] = field(default_factory=_column)
     step_s: array[float] = field(default_factory=_column)
     task_s: array[float] = field(default_factory=_column)
     task_wait_s: array[float] = field(default_factory=_column)
+    task_slowdown: array[float] = field(default_factory=_column)
+    step_slowdown: array[float] = field(default_factory=_column)
+    step_tokens: array[float] = field(default_factory=_column)
+    """Prompt tokens of each step."""
+    attained: array[float] = field(default_factory=_column)
+    """1 for each step that met the objectives, else 0."""
+    step_sessions: array[float] = field(default_factory=_column)
+    """The number of each step's session; then of each task's."""
+    task_sessions: array[float] = field(default_factory=_column)
     decision_s: array[float] = field(default_factory=_column)
     duplicates: array[float] = field(default_factory=_column)
     refused: int = 0
@@ -144,8 +162,15 @@ class Tally:
 
     def on_answered(self, request: LiveRequest, now_s: float) -> None:
         """Add a request that has its answer."""
-        self.ttft_s.append(request.first_token_s - request.arrived_s)
-        self.step_s.append(now_s - request.arrived_s)
+        ttft_s, step_s = request.first_token_s - request.arrived_s, now_s - request.arrived_s
+        self.ttft_s.append(ttft_s)
+        self.step_s.append(step_s)
+        self.step_sessions.append(request.session)
+        self.step_tokens.append(request.prompt_tokens)
+        self.step_slowdown.append(_slowdown(step_s, request.alone_s))
+        allowed_s = self.objectives.token_s * (request.output_tokens - 1)
+        is_late = ttft_s > self.objectives.ttft_s or step_s - ttft_s > allowed_s
+        self.attained.append(not is_late)
         self.prompt_tokens += request.prompt_tokens
         self.matched_tokens += request.matched_tokens
         hits = request.hits
@@ -153,6 +178,28 @@ class Tally:
             self.hits[at] += tokens
         for at, wait_s in enumerate((request.waited_s, request.network_s, request.staged_s)):
             self.waits_s[at] += wait_s
+
+    def on_task_ended(self, session: int, task_s: float, instant_s: float, alone_s: float) -> None:
+        """Add a session. `instant_s`: its seconds if answers came at once; `alone_s`: the seconds
+        that they take on an idle engine."""
+        wait_s = max(0.0, task_s - instant_s)
+        self.task_s.append(task_s)
+        self.task_wait_s.append(wait_s)
+        self.task_slowdown.append(_slowdown(wait_s, alone_s))
+        self.task_sessions.append(session)
+
+    def length_unfairness(self) -> float:
+        """Return the greatest over the least slowdown of the quarters of steps by prompt length."""
+        if len(self.step_slowdown) < 4:
+            return 1.0
+        order = np.argsort(np.frombuffer(self.step_tokens), kind="stable")
+        quarters = np.array_split(np.frombuffer(self.step_slowdown)[order], 4)
+        means = [float(quarter.mean()) for quarter in quarters]
+        return _slowdown(max(means), min(means))
+
+
+def _slowdown(seconds: float, alone_s: float) -> float:
+    return seconds / alone_s if alone_s > 0.0 else 1.0
 
 
 class ChunkSet:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ownership.simulator.clock import EventLoop
@@ -28,6 +28,8 @@ class LiveSession:
     """Its duration if answers came at once: thinking, tools, and recorded offsets."""
     owner: str | None = None
     """The worker that decodes it."""
+    alone_s: dict[int, float] = field(default_factory=dict)
+    """For each request that arrived, its seconds on an idle engine."""
     short_chunks: dict[int, ShortChunk] = field(default_factory=dict)
     """The short chunks of requests that were handed off."""
 
@@ -120,6 +122,8 @@ class Sessions:
         """Announce the next session; each announces the one after it."""
         for number, session in self._coming:
             assert session.start_s is not None
+            if number == 0:
+                self.first_start_s = session.start_s
             self._loop.at(session.start_s, self._open, number, session, begins=True)
             return
 
@@ -146,8 +150,6 @@ class Sessions:
 
     def _open(self, number: int, session: Session) -> None:
         now_s = self._loop.now_s
-        if number == 0:
-            self.first_start_s = now_s
         live = self.live[number] = LiveSession.of(number, session, now_s)
         self.most_live = max(self.most_live, len(self.live))
         for index, request in enumerate(session.requests):
@@ -184,13 +186,16 @@ class Sessions:
         )
 
 
-def instant_s(requests: Sequence[Request]) -> float:
-    """Return the seconds from the first request to the last if every answer came at once."""
-    sent_s: list[float] = []
-    for request in requests:
+def instant_s(requests: Sequence[Request], answers_s: Mapping[int, float] | None = None) -> float:
+    """Return the seconds from a session's first request to its last answer.
+
+    `answers_s`: the seconds that each request takes, by its index; None: answers come at once.
+    """
+    answered: list[float] = []
+    for index, request in enumerate(requests):
         at_s = request.offset_s
         if request.parent is not None:
-            answered_s, think_s = sent_s[request.parent], request.think_s
+            answered_s, think_s = answered[request.parent], request.think_s
             at_s = max(answered_s, at_s) if think_s is None else answered_s + think_s
-        sent_s.append(at_s)
-    return max(sent_s, default=0.0)
+        answered.append(at_s + answers_s[index] if answers_s else at_s)
+    return max(answered, default=0.0)

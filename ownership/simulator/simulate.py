@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from hetero_connector.errors import SimulationError
@@ -13,10 +12,19 @@ from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.timeline import Timeline
 from hetero_connector.units import GIB
-from ownership.simulator.figures import Figures, Overhead, SimulationResult, mean, percentile
+from ownership.simulator.figures import (
+    Figures,
+    Objectives,
+    Overhead,
+    SimulationResult,
+    mean,
+    percentile,
+)
 from ownership.simulator.fleet_file import FleetSpec
 from ownership.simulator.machine.channel import Flow
-from ownership.simulator.machine.worker import Flows, Worker
+from ownership.simulator.machine.engine import EngineTotals
+from ownership.simulator.machine.token_gaps import TokenGaps
+from ownership.simulator.machine.worker import Flows, WorkerTotals
 from ownership.simulator.policies import PolicySpec
 from ownership.simulator.recording import Recording
 from ownership.simulator.simulation import FleetSimulation
@@ -37,10 +45,12 @@ def simulate(
     on_answer: Callable[[], None] | None = None,
     timer: Callable[[], float] = time.perf_counter,
     timeline: Timeline | None = None,
+    objectives: Objectives | None = None,
 ) -> SimulationResult:
     """Simulate from the first arrival to the last answer.
 
     `workload`: how the trace is sent; None: as recorded. `on_answer` is called after every answer.
+    `objectives`: what a request has to keep to count as goodput; None: the defaults.
     `timer` measures what decisions take; the figures do not depend on it. Everything that the
     workers do is added to `timeline`, about 2 kB a request.
 
@@ -57,11 +67,10 @@ def simulate(
     try:
         run = FleetSimulation(
             fleet, policy, shape, iter(sent), trace.block_tokens, workload.seed, timer, on_answer,
-            None if timeline is None else Recording(timeline),
+            None if timeline is None else Recording(timeline), objectives, workload.window,
         )  # fmt: skip
         run.run()
         decisions = run.tally.decision_s
-        parameters = {k: v for k, v in asdict(workload).items() if v is not None and k != "seed"}
         return SimulationResult(
             policy=policy.text,
             workers=len(fleet.workers),
@@ -69,9 +78,9 @@ def simulate(
             trace=sent.source,
             caveats=sent.caveats,
             seed=workload.seed,
-            parameters=parameters,
+            parameters=workload.parameters(),
             figures=figures_of(run),
-            state_bytes=state_bytes_of(shape, run.workers.values()),
+            state_bytes=state_bytes_of(shape, run.totals()),
             overhead=Overhead(len(decisions), 1e6 * percentile(decisions, 50)),
         )
     finally:
@@ -92,26 +101,22 @@ def chunk_tokens_of(trace: Trace, fleet: FleetSpec, model: ModelSpec) -> int:
 
 def figures_of(run: FleetSimulation) -> Figures:
     """Return the figures of a simulation that has run."""
-    tally, workers = run.tally, list(run.workers.values())
-    answered = len(tally.step_s)
+    tally, workers, span_s = run.tally, run.totals(), run.span_s
+    answered, attained = len(tally.step_s), int(sum(tally.attained))
 
-    def total(count: Callable[[Worker], _Number]) -> _Number:
-        return sum((count(w) for w in workers[1:]), count(workers[0]))
+    def total(count: Callable[[EngineTotals], _Number]) -> _Number:
+        return sum((count(w.engine) for w in workers[1:]), count(workers[0].engine))
 
     def moved(flow: str) -> int:
         return sum(_flow_bytes(run.shape, getattr(w.flows, flow)) for w in workers)
 
-    span_s = max(0.0, run.ended_s - run.sessions.first_start_s)
-    decode_s = total(lambda w: w.engine.totals.decode_s)
-    resident_s = total(lambda w: w.engine.totals.resident_s)
-    session_bytes = _ratio(total(lambda w: w.engine.totals.resident_byte_s), resident_s)
-    distinct_bytes = run.shape.moved_bytes(run.prompt_chunks.distinct(), 0)
-    busy_s = total(lambda w: w.engine.totals.busy_s)
+    decode_s = total(lambda engine: engine.decode_s)
+    session_bytes = _ratio(total(lambda e: e.resident_byte_s), total(lambda e: e.resident_s))
+    gaps = TokenGaps()
+    for worker in workers:
+        gaps.merge(worker.engine.gaps)
     hbm, dram, ssd, peer = tally.hits
     waits_s = [_ratio(wait_s, answered) for wait_s in tally.waits_s]
-    written_bytes, network_bytes, read_bytes = moved("written"), moved("fetched"), moved("staged")
-    moved_bytes = written_bytes + network_bytes + read_bytes
-    copies = mean(tally.duplicates) or run.duplicate_factor()
     return Figures(
         requests=answered,
         refused=tally.refused,
@@ -126,14 +131,19 @@ def figures_of(run: FleetSimulation) -> Figures:
         task_p95_s=percentile(tally.task_s, 95),
         task_wait_mean_s=mean(tally.task_wait_s),
         task_wait_p95_s=percentile(tally.task_wait_s, 95),
+        task_slowdown_mean=mean(tally.task_slowdown),
+        task_slowdown_p99=percentile(tally.task_slowdown, 99),
         step_p50_s=percentile(tally.step_s, 50),
         step_p95_s=percentile(tally.step_s, 95),
         step_p99_s=percentile(tally.step_s, 99),
-        token_mean_s=_ratio(decode_s, total(lambda w: w.engine.totals.decoded_tokens)),
+        token_mean_s=_ratio(decode_s, total(lambda engine: engine.decoded_tokens)),
+        token_p50_s=gaps.percentile_s(50),
+        token_p99_s=gaps.percentile_s(99),
+        attained_share=_ratio(attained, answered + tally.refused),
+        goodput_per_s=_ratio(attained, span_s),
+        length_unfairness=tally.length_unfairness(),
         hbm_gib_per_session=session_bytes / GIB,
         most_live_sessions=run.sessions.most_live,
-        most_running=max(w.engine.totals.most_running for w in workers),
-        sessions_in_hbm=_ratio(total(lambda w: w.spec.capacity.hbm), session_bytes),
         prompt_tokens=tally.prompt_tokens,
         matched_tokens=tally.matched_tokens,
         saved_tokens=hbm + dram + ssd + peer,
@@ -141,34 +151,31 @@ def figures_of(run: FleetSimulation) -> Figures:
         dram_hit_tokens=dram,
         ssd_hit_tokens=ssd,
         peer_hit_tokens=peer,
-        duplicate_factor=copies,
-        moved_bytes=moved_bytes,
-        moved_bytes_times_copies=moved_bytes * copies,
-        network_bytes=network_bytes,
-        ssd_read_bytes=read_bytes,
-        ssd_written_bytes=written_bytes,
-        dram_loaded_bytes=moved("loaded"),
+        duplicate_factor=mean(tally.duplicates) or run.duplicate_factor(),
+        network_bytes=moved("fetched"),
+        ssd_read_bytes=moved("staged"),
+        ssd_written_bytes=moved("written"),
         sealed_bytes=moved("sealed"),
-        write_amplification=_ratio(written_bytes, distinct_bytes),
         owner_hit_rate=_ratio(tally.owner_hits, tally.owned_turns),
         moved_sessions=tally.moved_sessions,
-        decode_late_share=_ratio(total(lambda w: w.engine.totals.late_s), decode_s),
-        busy_share=_ratio(busy_s, span_s * len(workers)),
+        decode_late_share=_ratio(total(lambda engine: engine.late_s), decode_s),
+        busy_share=_ratio(total(lambda engine: engine.busy_s), span_s * len(workers)),
         queue_mean_s=waits_s[0],
         restore_network_mean_s=waits_s[1],
         restore_ssd_mean_s=waits_s[2],
-        restore_exposed_mean_s=_ratio(total(lambda w: w.engine.totals.exposed_s), answered),
-        preemptions=total(lambda w: w.engine.totals.preemptions),
+        restore_exposed_mean_s=_ratio(total(lambda engine: engine.exposed_s), answered),
+        preemptions=total(lambda engine: engine.preemptions),
     )
 
 
-def state_bytes_of(shape: StateShape, workers: Iterable[Worker]) -> Mapping[str, Mapping[str, int]]:
+def state_bytes_of(
+    shape: StateShape, workers: Sequence[WorkerTotals]
+) -> Mapping[str, Mapping[str, int]]:
     """Return the bytes that workers moved, by flow and state type."""
-    chosen = list(workers)
     return {
         name: {
             state_type.value: sum(
-                _type_bytes(shape, getattr(worker.flows, name), state_type) for worker in chosen
+                _type_bytes(shape, getattr(worker.flows, name), state_type) for worker in workers
             )
             for state_type in shape.model.state_types
         }

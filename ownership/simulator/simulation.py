@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import partial
 
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.policy import SchedulingPolicy
 from ownership.scheduling.step import Step
 from ownership.simulator.clock import EventLoop
-from ownership.simulator.figures import ChunkSet, Tally
+from ownership.simulator.figures import ChunkSet, Objectives, Tally
 from ownership.simulator.fleet_file import FleetSpec
 from ownership.simulator.machine.request import LiveRequest
-from ownership.simulator.machine.worker import Worker
+from ownership.simulator.machine.worker import Worker, WorkerTotals
 from ownership.simulator.policies import PolicySpec
 from ownership.simulator.recording import Recording
-from ownership.simulator.sessions import LiveSession, Sessions
+from ownership.simulator.sessions import LiveSession, Sessions, instant_s
 from ownership.simulator.state.chunks import ShortChunk, short_chunk
 from ownership.simulator.state.owners import ChunkOwners, ChunkRanges
 from ownership.simulator.state.restoring import StoredChunkTable
 from ownership.simulator.state.shape import StateShape
 from ownership.simulator.traces.block_runs import BlockRuns
 from ownership.simulator.traces.session import Session, Trigger
+from ownership.simulator.workload import WHOLE, Window
 
 _SAMPLE_EVERY = 512
 """Answers between two samples of the duplicate factor."""
@@ -43,9 +47,16 @@ class FleetSimulation:
         timer: Callable[[], float] = time.perf_counter,
         on_answer: Callable[[], None] | None = None,
         recording: Recording | None = None,
+        objectives: Objectives | None = None,
+        window: Window = WHOLE,
     ) -> None:
         """`timer` measures decisions. `on_answer` is called after every answer."""
-        self.loop, self.tally = EventLoop(), Tally()
+        self.window = window
+        self._num_due = 0
+        """Requests of the window without an answer."""
+        self._totals_at: dict[float, list[WorkerTotals]] = {}
+        """Copies of the workers' sums at the begin and the end of the window."""
+        self.loop, self.tally = EventLoop(), Tally(objectives or Objectives())
         self.shape, self._timer, self._report_answer = shape, timer, on_answer
         table, owners = StoredChunkTable(shape), ChunkOwners(self._owned)
         self.workers = {
@@ -59,6 +70,8 @@ class FleetSimulation:
         if recording is not None:
             for worker in self.workers.values():
                 recording.watch(worker)
+        self._times = next(iter(self.workers.values())).engine.times
+        """The step times by which slowdowns are computed."""
         self._changed: set[str] = set()
         """Workers whose load has changed since the last decision."""
         self.ended_s = 0.0
@@ -80,14 +93,43 @@ class FleetSimulation:
         """Moving mean of answers, the length that policies expect."""
         self._decoders: dict[LiveRequest, Worker] = {}
         """The decoders of remote prefills."""
-        self.prompt_chunks = ChunkSet()
-        """The chunks of all answered prompts."""
 
     def run(self) -> None:
-        """Simulate until the last answer."""
+        """Simulate until the last answer of the window."""
         self.sessions.start()
+        for at_s in (self.window.begin_s, self.window.end_s):
+            if 0.0 < at_s < math.inf:
+                self.loop.at(self.sessions.first_start_s + at_s, self._copy_totals, at_s)
         self.loop.run()
-        assert not self.sessions.live, "a request was never served"
+        assert not self._num_due, "a request was never served"
+
+    @property
+    def span_s(self) -> float:
+        """Virtual time from the window's begin to its end, or to the last answer."""
+        elapsed_s = self.ended_s - self.sessions.first_start_s
+        return max(0.0, min(self.window.end_s, elapsed_s) - self.window.begin_s)
+
+    def totals(self) -> list[WorkerTotals]:
+        """Return what each worker did in the window."""
+        found = [worker.totals() for worker in self.workers.values()]
+        found = self._totals_at.get(self.window.end_s, found)
+        if before := self._totals_at.get(self.window.begin_s):
+            found = [sums.since(at_begin) for sums, at_begin in zip(found, before, strict=True)]
+        return found
+
+    def _copy_totals(self, at_s: float) -> None:
+        self._totals_at[at_s] = [deepcopy(worker.totals()) for worker in self.workers.values()]
+
+    def _counts(self, time_s: float) -> bool:
+        return self.window.has(time_s - self.sessions.first_start_s)
+
+    def _stop_if_done(self) -> None:
+        """End the simulation if nothing that is under way has a figure."""
+        has_ended = self.loop.now_s >= self.sessions.first_start_s + self.window.end_s
+        if has_ended and not self._num_due:
+            live = self.sessions.live.values()
+            if not any(self._counts(session.started_s) for session in live):
+                self.loop.stop()
 
     def duplicate_factor(self) -> float:
         """Return chunks in all workers' memory over distinct ones.
@@ -100,7 +142,8 @@ class FleetSimulation:
 
     def _send(self, live: LiveSession, request: LiveRequest) -> None:
         """Decide where a request that has arrived runs, and bring it there."""
-        tally = self.tally
+        tally, counts = self.tally, self._counts(request.arrived_s)
+        self._num_due += counts
         step = self._step(live, request)
         self._report_loads()
         begun = self._timer()
@@ -112,10 +155,11 @@ class FleetSimulation:
         needed = self.shape.request_bytes(request.prompt_tokens + request.output_tokens)
         room = min(decoder.spec.capacity.hbm, prefiller.spec.capacity.hbm)
         if decision.refusal is not None or needed > room:
-            tally.refused += 1
+            tally.refused += counts
+            self._num_due -= counts
             self.sessions.on_refused(request)
             return
-        if live.owner is not None:
+        if live.owner is not None and counts:
             tally.owned_turns += 1
             tally.owner_hits += prefiller.name == live.owner
             tally.moved_sessions += decoder.name != live.owner
@@ -145,12 +189,16 @@ class FleetSimulation:
             if prefix is not None:
                 prefixes[name] = prefix
         recorded = live.request(request.index)
+        boundary_tokens = live.boundary_tokens(request.index, self._block_tokens)
+        request.alone_s = live.alone_s[request.index] = self._times.alone_s(
+            request.prompt_tokens, boundary_tokens, request.output_tokens
+        )
         return Step(
             request.prompt_tokens,
             prefixes,
             live.session.id,
             live.owner,
-            live.boundary_tokens(request.index, self._block_tokens),
+            boundary_tokens,
             self._output_tokens,
             recorded.trigger is Trigger.TOOL_RESULT,
             live.is_fork(request.index),
@@ -238,14 +286,16 @@ class FleetSimulation:
             self._hand_off(worker, request)
             return
         self.ended_s = self.loop.now_s
-        self.tally.on_answered(request, self.ended_s)
+        if self._counts(request.arrived_s):
+            self._num_due -= 1
+            self.tally.on_answered(request, self.ended_s)
+            if len(self.tally.step_s) % _SAMPLE_EVERY == 0 and len(self.workers) > 1:
+                self.tally.duplicates.append(self.duplicate_factor())
         self._output_tokens += 0.01 * (request.output_tokens - self._output_tokens)
         self.sessions.on_answered(request)
-        self.prompt_chunks.add(request.chain)
-        if len(self.tally.step_s) % _SAMPLE_EVERY == 0 and len(self.workers) > 1:
-            self.tally.duplicates.append(self.duplicate_factor())
         if self._report_answer is not None:
             self._report_answer()
+        self._stop_if_done()
 
     def _hand_off(self, worker: Worker, request: LiveRequest) -> None:
         """Bring a prompt that was prefilled to its decoder."""
@@ -273,6 +323,7 @@ class FleetSimulation:
     def _close(self, live: LiveSession) -> None:
         """Count a session whose last request was answered or refused."""
         self._move_session(live, None)
-        task_s = self.loop.now_s - live.started_s
-        self.tally.task_s.append(task_s)
-        self.tally.task_wait_s.append(max(0.0, task_s - live.instant_s))
+        if self._counts(live.started_s):
+            task_s, requests = self.loop.now_s - live.started_s, live.session.requests
+            alone_s = instant_s(requests, defaultdict(float, live.alone_s)) - live.instant_s
+            self.tally.on_task_ended(live.number, task_s, live.instant_s, alone_s)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -38,6 +40,32 @@ class PoissonStarts:
         return f"Arrivals are invented: Poisson, {self.rate_per_s:g} sessions per second."
 
 
+Half = Literal["first", "second"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The part of a simulation that its figures are of, in seconds since the first session's start.
+
+    Requests and sessions count if they arrive in it. No session starts after its end.
+    """
+
+    begin_s: float = 0.0
+    end_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.begin_s < self.end_s:
+            problem = f"{self.begin_s!r} to {self.end_s!r} s is no span of time from 0 on"
+            raise TraceError("workload", problem, field="window")
+
+    def has(self, elapsed_s: float) -> bool:
+        """Return True if that moment is in the window."""
+        return self.begin_s <= elapsed_s < self.end_s
+
+
+WHOLE = Window()
+
+
 @dataclass(frozen=True)
 class Workload:
     """The changes that are made to a trace."""
@@ -50,6 +78,10 @@ class Workload:
     sessions: int | None = None
     """Number of sessions; None: as many as the trace has."""
     seed: int = 0
+    half: Half | None = None
+    """The part of the trace's sessions that is used: parameters are tuned on one half and reported
+    on the other. None: all."""
+    window: Window = WHOLE
 
     def trace(self, recorded: Trace) -> Trace:
         """Return the trace to replay; each of its sessions has a start.
@@ -61,6 +93,21 @@ class Workload:
         """
         if self.sessions is not None and self.sessions < 1:
             raise TraceError("workload", f"{self.sessions} is not above 0", field="sessions")
+        if self.half is not None:
+            recorded = half_of(recorded, self.half)
+        sent = self._sent(recorded)
+        if self.window.end_s == math.inf:
+            return sent
+        return replace(sent, sessions=partial(_until, sent, self.window.end_s))
+
+    def parameters(self) -> dict[str, float | str]:
+        """Return what was changed, but for the seed."""
+        given = {x.name: getattr(self, x.name) for x in fields(self) if x.name != "seed"}
+        begin_s, end_s = (window := given.pop("window")).begin_s, window.end_s
+        given |= {"begin_s": begin_s or None, "end_s": end_s if end_s < math.inf else None}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def _sent(self, recorded: Trace) -> Trace:
         if self.sharing is not None:
             number = self.sessions or sum(1 for _ in recorded)
             starts = self._starts(recorded)
@@ -86,6 +133,30 @@ class Workload:
         if self.rate is None:
             raise SimulationError(recorded.source, "no starts are recorded: give a rate", "rate")
         return PoissonStarts(self.rate)
+
+
+def half_of(recorded: Trace, half: Half) -> Trace:
+    """Return the first or the second half of a trace's sessions, in its order."""
+    if half not in get_args(Half):
+        raise TraceError("workload", f"{half!r} is neither first nor second", field="half")
+    middle = sum(1 for _ in recorded) // 2
+    bounds = (0, middle) if half == "first" else (middle, None)
+    return replace(
+        recorded,
+        source=f"the {half} half of {recorded.source}",
+        sessions=lambda: islice(recorded, *bounds),
+    )
+
+
+def _until(sent: Trace, end_s: float) -> Iterator[Session]:
+    """Yield the sessions that start less than `end_s` after the first one."""
+    first_s: float | None = None
+    for session in sent:
+        start_s = session.start_s or 0.0
+        first_s = start_s if first_s is None else first_s
+        if start_s - first_s >= end_s:
+            return
+        yield session
 
 
 def _first(recorded: Trace, number: int | None) -> Iterator[Session]:

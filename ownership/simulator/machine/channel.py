@@ -36,6 +36,15 @@ class Flow:
             else:
                 self.checkpoints[boundary] += 1
 
+    def since(self, before: Flow) -> Flow:
+        """Return what was moved after a copy was made."""
+        return Flow(
+            self.chunks - before.chunks,
+            self.checkpoints - before.checkpoints,
+            self.short_chunks - before.short_chunks,
+            self.short_checkpoints - before.short_checkpoints,
+        )
+
 
 class Channel:
     """Moves one transfer after the other, in the order in which they start."""

@@ -21,6 +21,7 @@ from hetero_connector.planner.cost_model import CostModel
 from ownership.simulator.clock import EventLoop
 from ownership.simulator.machine.admission import Admitted, DecodePages, RequestAdmission
 from ownership.simulator.machine.request import LiveRequest
+from ownership.simulator.machine.token_gaps import TokenGaps
 from ownership.simulator.state.memory import WorkerMemory
 from ownership.simulator.state.runs import Run
 
@@ -50,10 +51,24 @@ class EngineTotals:
     exposed_s: float = 0.0
     """Seconds of loading from DRAM to pages that compute did not hide."""
     preemptions: int = 0
-    most_running: int = 0
     resident_byte_s: float = 0.0
     """Bytes of pages of running requests, times the seconds they were held."""
     resident_s: float = 0.0
+    gaps: TokenGaps = field(default_factory=TokenGaps)
+
+    def since(self, before: EngineTotals) -> EngineTotals:
+        """Return what was done after a copy was made."""
+        return EngineTotals(
+            self.busy_s - before.busy_s,
+            self.decoded_tokens - before.decoded_tokens,
+            self.decode_s - before.decode_s,
+            self.late_s - before.late_s,
+            self.exposed_s - before.exposed_s,
+            self.preemptions - before.preemptions,
+            self.resident_byte_s - before.resident_byte_s,
+            self.resident_s - before.resident_s,
+            self.gaps.since(before.gaps),
+        )
 
 
 class StepTimes:
@@ -62,6 +77,7 @@ class StepTimes:
     def __init__(self, costs: CostModel) -> None:
         self._compute = costs.compute.coefficients
         self._delays = costs.delays()
+        self._num_steps = costs.num_steps
         self.overhead = costs.overhead
         """Seconds of each request besides its steps."""
 
@@ -79,6 +95,15 @@ class StepTimes:
         one_s = self._delays.decode_step_s(decodes, context_tokens)
         grown = self._delays.context_s * decodes * (steps * (steps - 1) / 2)
         return steps * one_s + grown
+
+    def alone_s(self, prompt_tokens: int, reused_tokens: int, output_tokens: int) -> float:
+        """Return the seconds of a request on an idle engine, whose first tokens need no work."""
+        tokens = max(1, prompt_tokens - reused_tokens)
+        steps = max(1, self._num_steps(tokens))
+        work = tokens * (prompt_tokens - tokens / 2)
+        seconds = self.prefill_s(tokens, work) + (steps - 1) * self._compute.step_s
+        seconds += self.overhead.delay_s(prompt_tokens) + self.overhead.blocking_s(prompt_tokens)
+        return seconds + self.decode_s(1, prompt_tokens, output_tokens - 1)
 
     def decode_steps_until(self, decodes: int, context_tokens: int, elapsed_s: float) -> int:
         """Return the fewest steps, at least 1, that take `elapsed_s` or longer."""
@@ -197,8 +222,6 @@ class BatchEngine:
             if outcome is Admitted.YES:
                 self.prefilling.append(request)
                 self._scheduling_s += self.times.overhead.blocking_s(request.prompt_tokens)
-                running = len(self.prefilling) + len(self._decodes)
-                self.totals.most_running = max(self.totals.most_running, running)
                 rest = request.total - request.computed
                 self.queued_tokens += rest - request.expected_tokens
                 request.expected_tokens = rest
@@ -284,6 +307,7 @@ class BatchEngine:
         if decodes:
             self.totals.decode_s += decodes * seconds
             self.totals.decoded_tokens += decodes * steps
+            self.totals.gaps.add(seconds / steps, decodes * steps)
             self._steps_done += steps
             self.context_tokens += decodes * steps
             while self._decodes and self._decodes[0][0] <= self._steps_done:
@@ -313,6 +337,8 @@ class BatchEngine:
         self.prefilling = left
 
     def _end_prefill(self, request: LiveRequest) -> None:
+        if request.generated:
+            self.totals.gaps.add(self.loop.now_s - request.preempted_s, 1)
         self.admission.cache_prompt(request)
         self.on_prefilled(request)
         remaining = request.output_tokens - request.generated - 1
@@ -352,6 +378,7 @@ class BatchEngine:
             finish_step, _, request = self._decodes.pop(at)
             heapq.heapify(self._decodes)
             request.generated = request.output_tokens - (finish_step - self._steps_done)
+            request.preempted_s = self.loop.now_s
             tokens = request.prompt_tokens + request.generated - 1
             self.context_tokens -= tokens
             self._pages.remove(tokens, self._steps_done)

@@ -63,6 +63,8 @@ class LiveRequest:
     step_tokens: int = 0
     """Tokens computed by the current step."""
     finish_step: int = 0
+    preempted_s: float = 0.0
+    """Time of its last token before it was preempted."""
     pinned: Run | None = None
     cached_tokens: int = 0
     """Tokens whose pages belong to the prefix cache."""
@@ -97,6 +99,8 @@ class LiveRequest:
     staged_s: float = 0.0
     admitted_s: float = 0.0
     first_token_s: float = -1.0
+    alone_s: float = 0.0
+    """Its seconds on an idle engine that has what its session computed; see `StepTimes`."""
 
     @property
     def resumed_chunks(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from hetero_connector.artifacts.record import Tier
@@ -17,7 +17,12 @@ from ownership.scheduling.fleet import Link, Role, WorkerLoad, WorkerView
 from ownership.simulator.clock import EventLoop
 from ownership.simulator.machine.admission import RequestAdmission
 from ownership.simulator.machine.channel import Channel, Flow, transfer_between
-from ownership.simulator.machine.engine import BatchEngine, EngineLimits, StepTimes
+from ownership.simulator.machine.engine import (
+    BatchEngine,
+    EngineLimits,
+    EngineTotals,
+    StepTimes,
+)
 from ownership.simulator.machine.request import LiveRequest
 from ownership.simulator.state.checkpoints import CheckpointKeeper, Retention
 from ownership.simulator.state.chunks import ShortChunk
@@ -59,6 +64,22 @@ class Flows:
     """From peers."""
     loaded: Flow = field(default_factory=Flow)
     """From DRAM to pages."""
+
+    def since(self, before: Flows) -> Flows:
+        """Return what was moved after a copy was made."""
+        return Flows(*(getattr(self, x.name).since(getattr(before, x.name)) for x in fields(Flows)))
+
+
+@dataclass
+class WorkerTotals:
+    """Sums over what one worker did."""
+
+    engine: EngineTotals
+    flows: Flows
+
+    def since(self, before: WorkerTotals) -> WorkerTotals:
+        """Return what was done after a copy was made."""
+        return WorkerTotals(self.engine.since(before.engine), self.flows.since(before.flows))
 
 
 class Worker:
@@ -144,6 +165,10 @@ class Worker:
             outgoing_bytes=int(self.outgoing.pending_s(now_s) / peer_ahead) if peer_ahead else 0,
             sessions=self.sessions,
         )
+
+    def totals(self) -> WorkerTotals:
+        """Return the sums up to now; they go on to grow."""
+        return WorkerTotals(self.engine.totals, self.flows)
 
     def is_transferring(self) -> bool:
         """Return True while bytes move to or from this worker."""

@@ -22,7 +22,7 @@ from ownership.simulator.simulate import simulate
 from ownership.simulator.traces.readers import open_trace
 from ownership.simulator.workload import Workload
 
-RESULTS_FORMAT = 5
+RESULTS_FORMAT = 6
 """Version of the lines."""
 
 
