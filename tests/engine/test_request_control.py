@@ -224,6 +224,54 @@ def test_what_another_request_uses_outlives_the_ttl(start: Start) -> None:
     assert stored_chunks(engine, mine) == 2
 
 
+def test_a_ttl_holds_although_the_session_ends(start: Start) -> None:
+    engine = start(clock=(clock := Clock()))
+    first = turn("1", 128, session_id="s", ttl_s=30)
+    engine.run(first)
+    last = FakeRequest("2", first.all_token_ids + tokens(64, 5), session_id="s")
+    last.kv_transfer_params = {"heterocache": {"ttl_s": 30, "end_session": True}}
+    engine.run(last)
+    assert stored_chunks(engine, last) == 3
+    for number in range(2):  # a chunk that another follows is looked at again a second later
+        clock.passes(31.0)
+        engine.run(turn(f"late{number}", 64, seed=50))
+    assert stored_chunks(engine, last) == 0
+
+
+def test_a_long_prompt_is_not_kept_by_who_comes_while_it_is_being_forgotten(start: Start) -> None:
+    engine = start(dram_bytes=8 << 20, clock=(clock := Clock()))
+    mine = turn("m", 64 * 200, ttl_s=30)
+    engine.run(mine)
+    assert stored_chunks(engine, mine) == 200
+    clock.passes(31.0)
+    again = FakeRequest("n", [*mine.all_token_ids, 1])
+    again.kv_transfer_params = {"heterocache": {"no_store": True}}
+    engine.admit(again)
+    engine.finish(again)
+    clock.passes(61.0)
+    for number in range(4):
+        engine.run(turn(f"late{number}", 64, seed=50 + number))
+    assert stored_chunks(engine, mine) == 0
+
+
+def test_what_found_no_room_has_no_ttl_when_another_request_stores_it(start: Start) -> None:
+    engine = start(dram_bytes=DRAM_BYTES, clock=(clock := Clock()))
+    mine, blocker = turn("m", 64, ttl_s=30), turn("b", 2000, seed=9)
+    engine.admit(blocker)
+    under_way = engine.order(b=2000)  # all slots are taken by saves that are not sealed
+    engine.admit(mine)
+    engine.step(m=64)
+    engine.report(under_way)
+    engine.finish(blocker)
+    engine.run(turn("other", 64))
+    assert stored_chunks(engine, mine) == 1
+    engine.finish(mine)
+    for number in range(3):
+        clock.passes(100.0)
+        engine.run(turn(f"late{number}", 64, seed=50))
+    assert stored_chunks(engine, mine) == 1
+
+
 def test_state_of_low_priority_leaves_first_and_of_high_priority_last(start: Start) -> None:
     def left(**kinds: str) -> dict[str, int]:
         """Return what is left of three prompts, the last stored first, after some pressure."""

@@ -397,14 +397,14 @@ class Saver:
     ) -> bool:
         if not types:
             return True
-        if collected.tracker.params.limits_life:
-            known = collected.tracker.new_chunks
-            if self._store.missing(chunk, self._model.state_types) == [*self._model.state_types]:
-                known.append(chunk.key)
+        all_types, limits_life = self._model.state_types, collected.tracker.params.limits_life
+        is_new = limits_life and len(self._store.missing(chunk, all_types)) == len(all_types)
         sizes = {t: self._layout.artifact_bytes(t, chunk.start, chunk.end) for t in types}
         reservation = self._store.begin_save(chunk, sizes)
         if reservation is None:
             return False
+        if is_new:
+            collected.tracker.new_chunks.append(chunk.key)
         self.on_reserved(collected.tracker, chunk)
         collected.save_ids.append(self._reservations.add(reservation, verdict))
         for state_type, offset in reservation.offsets.items():

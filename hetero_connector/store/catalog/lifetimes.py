@@ -26,6 +26,7 @@ _SWEEP_FROM = 1024
 
 @dataclass(frozen=True, eq=False)
 class _Life:
+    until_s: float
     is_forgotten: bool
     """True if the chunk is forgotten at the end, False if it leaves first from then on."""
 
@@ -50,17 +51,24 @@ class Lifetimes:
         return self._ends.next_s
 
     def limit(self, nodes: Sequence[Node], until_s: float, *, is_forgotten: bool) -> None:
-        """End the lives of chunks of one chain then. `nodes`: parents first."""
+        """End the lives of chunks of one chain then. `nodes`: parents first.
+
+        What is to be forgotten stays so if it is to leave first, too.
+        """
         self._sweep()
         # The deepest is forgotten first; what leaves first is noted with parents first.
         for node in reversed(nodes) if is_forgotten else nodes:
-            life = self._lives[node] = _Life(is_forgotten)
-            self._ends.push(until_s, node, life)
+            before = self._lives.get(node)
+            if is_forgotten or before is None or not before.is_forgotten:
+                life = self._lives[node] = _Life(until_s, is_forgotten)
+                self._ends.push(until_s, node, life)
 
-    def lift(self, node: Node | None) -> None:
-        """Let the chunk and those before it live on."""
+    def lift(self, node: Node | None, now_s: float) -> None:
+        """Let the chunk and those before it live on, but what should be forgotten by now."""
         while self._lives and node is not None:
-            self._lives.pop(node, None)
+            life = self._lives.get(node)
+            if life is not None and not (life.is_forgotten and life.until_s <= now_s):
+                del self._lives[node]
             node = node.parent
         self._ends.prune()
 

@@ -133,10 +133,13 @@ class Retention:
             self._lifetimes.limit(nodes, until_s, is_forgotten=is_forgotten)
 
     def lift_limits(self, leaves: Iterable[ChunkKey]) -> None:
-        """Limit no life of a chain any more, up to the first of these chunks that is known."""
+        """Limit no life of a chain any more, up to the first of these chunks that is known.
+
+        What should be forgotten by now is forgotten all the same.
+        """
         if self._lifetimes:  # a request that finds none takes no lock
             with self._lock:
-                self._lifetimes.lift(self._find(leaves))
+                self._lifetimes.lift(self._find(leaves), self._clock())
 
     def retire_session(self, session: Hashable, leaves: Iterable[ChunkKey]) -> None:
         """Let the session use, expect and pin nothing, and its own chunks leave first.
