@@ -55,7 +55,13 @@ def register(app: typer.Typer) -> None:
     for function, *examples in (
         (status, "status", "status --json"),
         (top, "top", "top --once"),
-        (clear, "clear --session agent-7", "clear --salt tenant-a", "clear --all --yes"),
+        (
+            clear,
+            "clear --session agent-7",
+            "clear --salt tenant-a",
+            "clear --model my-adapter",
+            "clear --all --yes",
+        ),
         (warm, "warm system-prompt.txt", "warm ids.json --keep 3600"),
         (pin, "pin system-prompt.txt --seconds 3600", "pin --session agent-7"),
         (unpin, "unpin system-prompt.txt", "unpin --session agent-7"),
@@ -110,15 +116,23 @@ def clear(
         str | None,
         typer.Option(help="Forget all under this `cache_salt`; with --session: the session's."),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Forget what requests of this `model` stored, such as a LoRA adapter's."),
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Forget everything stored.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before --all.")] = False,
     engine: _Engine = None,
     as_json: Json = False,
 ) -> int:
-    """Make a running engine forget what it stores: all, a salt's or a session's."""
-    arguments: dict[str, Any] = {"session": session, "salt": salt, "all": everything}
-    if everything == (session is not None or salt is not None):
-        return complain("say what to clear: --session (with its --salt), --salt, or --all alone")
+    """Make a running engine forget what it stores: all, a model's, a salt's or a session's."""
+    arguments: dict[str, Any] = {"session": session, "salt": salt, "model": model}
+    given = [session is not None or salt is not None, model is not None, everything]
+    if given.count(True) != 1:
+        return complain(
+            "say what to clear: --session (with its --salt), --salt, --model or --all, and nothing "
+            "else"
+        )
 
     def is_sure(engines: Sequence[RunningEngine]) -> bool:
         return not everything or yes or _confirm([x.title for x in engines])
@@ -129,11 +143,15 @@ def clear(
         text = f"forgot {what}"
         if not kept:
             text += "; the disk did not take it: the next engine would find what is on it"
+        if not answer.get("known", True):
+            text += f"; no session known here has used the model {model!r}: check the name"
         if not answer["pages"]:
             text += "; requests that run keep the pages of vLLM's own prefix cache"
         return kept, text
 
-    return _carry_out(engine, {"do": "clear", **arguments}, told, as_json, is_sure=is_sure)
+    return _carry_out(
+        engine, {"do": "clear", "all": everything, **arguments}, told, as_json, is_sure=is_sure
+    )
 
 
 def warm(

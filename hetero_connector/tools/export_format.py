@@ -36,6 +36,7 @@ from hetero_connector.store.ssd.private_files import (
     PRIVATE_FLAGS,
     PRIVATE_MODE,
     replace_private,
+    sync_folder,
 )
 from hetero_connector.transfer.checksum import checksum
 
@@ -306,15 +307,6 @@ def remove_segments(folder: Path, keep: Iterable[int]) -> None:
     """Delete all other segments. Raises OSError."""
     for number in set(segments(folder)) - set(keep):
         (folder / segment_name(number)).unlink(missing_ok=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder survive a power cut. Raises OSError."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _open(path: Path) -> BinaryIO:

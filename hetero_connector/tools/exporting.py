@@ -15,7 +15,7 @@ import numpy as np
 
 from hetero_connector.artifacts.generation import FIRST, Generation
 from hetero_connector.artifacts.record import ArtifactId
-from hetero_connector.engine.scheduler.cleared_salts import ClearedSalts
+from hetero_connector.engine.scheduler.clearings import Clearings
 from hetero_connector.errors import StoreError, StoreInUseError, TransferError
 from hetero_connector.planner.profile import CostProfile
 from hetero_connector.store.ssd.directory_lock import DirectoryLock, is_locked
@@ -152,7 +152,7 @@ class _Export:
                 meta.geometry.stride_bytes,
                 meta.description,
                 self._generation,
-                ClearedSalts.in_folder(self._path).counts,
+                Clearings.in_folder(self._path).counts,
             )
         except (KeyError, TypeError, ValueError) as e:
             raise StoreError(

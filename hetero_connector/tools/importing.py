@@ -19,7 +19,7 @@ import numpy as np
 from hetero_connector.artifacts.generation import FIRST
 from hetero_connector.artifacts.record import ChunkKey, SlotRef, Tier
 from hetero_connector.config import ssd_gib_of
-from hetero_connector.engine.scheduler.cleared_salts import ClearedSalts
+from hetero_connector.engine.scheduler.clearings import Clearings
 from hetero_connector.errors import (
     ConfigError,
     FormatError,
@@ -123,7 +123,7 @@ def import_model(
         try:
             report.path = str(directory.path)
             # First: what was cleared there must not be found here, whenever this ends.
-            ClearedSalts.in_folder(directory.path).raise_to(index.header.cleared_salts)
+            Clearings.in_folder(directory.path).raise_to(index.header.cleared_salts)
             _import_learned(source, directory.path)
             _Import(directory, index, report).run(source, progress)
         except (StoreError, OSError) as e:

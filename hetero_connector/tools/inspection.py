@@ -158,7 +158,7 @@ def _side_lines(files: SideFiles) -> Iterator[str]:
     if files.costs is not None:
         yield f"costs {files.costs}"
     if files.cleared_salts:
-        yield f"{files.cleared_salts} salts were cleared"
+        yield f"{files.cleared_salts} salts or models were cleared"
     for problem in (files.costs_problem, files.salts_problem):
         if problem is not None:
             yield f"BAD {problem}"

@@ -1,4 +1,4 @@
-"""The files that engines keep next to a journal: what was learned, and which salts were cleared."""
+"""The files that engines keep next to a journal: what was learned, and what was cleared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_connector.engine.scheduler.cleared_salts import ClearedSalts
+from hetero_connector.engine.scheduler.clearings import Clearings
 from hetero_connector.engine.scheduler.learned import read_learned
 from hetero_connector.errors import StoreError
 from hetero_connector.planner.profile import ProfileSubject
@@ -23,7 +23,7 @@ class SideFiles:
     costs_problem: str | None
     """Why they cannot be used: no engine would, and it learns anew."""
     cleared_salts: int
-    """Salts of which everything was cleared."""
+    """Salts and models of which everything was cleared."""
     salts_problem: str | None
     """Why that is unknown: no engine starts here until it is mended."""
 
@@ -40,7 +40,7 @@ def read_side_files(path: Path, description: Mapping[str, Any]) -> SideFiles:
     except KeyError:  # a description of an earlier version, which learned nothing
         pass
     try:
-        cleared = len(ClearedSalts.in_folder(path).counts)
+        cleared = len(Clearings.in_folder(path).counts)
     except StoreError as e:
         salts_problem = str(e)
     return SideFiles(costs, costs_problem, cleared, salts_problem)

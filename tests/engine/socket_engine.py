@@ -27,6 +27,7 @@ class SocketEngine:
         ssd_dir = self.engine.store.catalog.config.ssd_dir
         about = {
             "model": model_name,
+            "served_as": model_name,
             "engine": name,
             "pid": 4711,
             "heterocache": "0",

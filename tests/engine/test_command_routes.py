@@ -186,7 +186,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("clear", {}, 400, "say what to clear"),
     ("clear", {"all": "yes"}, 400, "true or false"),
     ("clear", {"session": {"a": 1}}, 400, "text"),
-    ("clear", {"all": True, "salt": "x"}, 400, "all alone"),
+    ("clear", {"all": True, "salt": "x"}, 400, "nothing else"),
     ("clear", {"sesion": "s"}, 400, "unknown argument sesion"),
     ("clear", {"get": "status"}, 400, "unknown argument get"),
     ("clear", {"do": "drain"}, 400, "unknown argument do"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import pytest
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.scheduler import commands as module
 from hetero_connector.engine.scheduler.block_events import EventGroup
-from hetero_connector.engine.scheduler.cleared_salts import ClearedSalts
+from hetero_connector.engine.scheduler.clearings import Clearings
 from hetero_connector.engine.scheduler.commands import pack_tokens
 from hetero_connector.engine.scheduler.idle_steps import IdleSteps, Loop
 from hetero_connector.engine.scheduler.session_book import SessionBook, session_key
@@ -25,6 +27,7 @@ from hetero_connector.errors import CommandError, StoreError
 from hetero_connector.spec import ModelSpec, StateType
 from tests.engine.fakes import HYBRID, FakeRequest
 from tests.engine.stepped import Engine, tokens
+from tests.store.filling import until
 
 Start = Callable[..., Engine]
 DRAM_BYTES = 100_000
@@ -132,7 +135,7 @@ def test_nothing_is_found_under_a_cleared_salt_and_other_salts_keep_theirs(
     start: Start, tmp_path: Path
 ) -> None:
     engine = start()
-    engine.side.commands.salts = ClearedSalts(tmp_path / "cleared.json")
+    engine.side.commands.clearings = Clearings(tmp_path / "cleared.json")
     mine, other, plain = turn("m", cache_salt="m"), turn("o", cache_salt="o"), turn("p")
     for request in (mine, other, plain):
         engine.run(request)
@@ -144,9 +147,66 @@ def test_nothing_is_found_under_a_cleared_salt_and_other_salts_keep_theirs(
     assert stored(engine, plain)
     engine.run(turn("m2", cache_salt="m"))
     assert stored(engine, mine), "what comes later is stored"
-    reopened = ClearedSalts(tmp_path / "cleared.json")
-    assert (reopened.count("m"), reopened.count("o")) == (1, 0)
+    reopened = Clearings(tmp_path / "cleared.json")
+    assert (reopened.of_salt("m"), reopened.of_salt("o")) == (1, 0)
     assert "m" not in json.loads((tmp_path / "cleared.json").read_text()), "a digest names it"
+
+
+def adapter(folder: Path, name: str) -> SimpleNamespace:
+    """Return an adapter whose file has its name as content."""
+    path = folder / name
+    path.mkdir()
+    (path / "adapter_model.safetensors").write_text(name[:1])
+    return SimpleNamespace(lora_int_id=ord(name[-1]), lora_name=name, lora_path=str(path))
+
+
+def test_a_cleared_adapter_leaves_the_model_and_other_adapters_theirs(
+    start: Start, tmp_path: Path
+) -> None:
+    engine = start(ssd_dir=tmp_path / "ssd", ssd_bytes=1 << 22)
+    engine.side.commands.model_names = frozenset({"base"})
+    a, b = adapter(tmp_path, "a"), adapter(tmp_path, "b")
+    requests = {
+        name: turn(name, lora_request=lora)
+        for name, lora in (("a", a), ("b", b), ("a2", adapter(tmp_path, "a2")), ("base", None))
+    }
+
+    def restored(*names: str) -> list[int]:
+        return [
+            engine.run(turn(f"{name}?", lora_request=requests[name].lora_request)) for name in names
+        ]
+
+    assert restored("a", "b", "base") == [0, 0, 0]
+    assert restored("a", "b", "base", "a2") == [192] * 4, "a2 has the content of a"
+    engine.side.commands.model_names = frozenset({"base"})
+    answer = do(engine, "clear", model="a")
+    assert (answer["cleared"], answer["known"], answer["pages"]) == ("model", True, True)
+    assert restored("a", "b", "base") == [0, 192, 192]
+    assert restored("a", "a") == [192, 192], "what comes later is stored"
+    do(engine, "clear", model="base")
+    assert restored("base", "a", "b") == [0, 192, 192]
+    assert do(engine, "clear", model="c")["known"] is False
+    assert restored("base", "a", "b") == [192] * 3
+    assert Clearings.in_folder(engine.store.folder).of_model("a") == 1
+
+
+def test_clearing_the_model_frees_its_sessions_and_prompts_and_no_adapters(
+    start: Start, tmp_path: Path
+) -> None:
+    engine = start()
+    engine.side.commands.model_names = frozenset({"base"})
+    lora = adapter(tmp_path, "a")
+    mine, shared = turn("m", 128, seed=1, session_id="m"), turn("s", 128, seed=2, session_id="s")
+    for request in (mine, shared):
+        engine.run(request)
+    engine.run(turn("s2", 128, seed=3, session_id="s", lora_request=lora))
+    pins = engine.store.catalog.tiers.timed_pins
+    do(engine, "pin", tokens=pack_tokens(mine.all_token_ids))
+    do(engine, "pin", session="s")
+    assert do(engine, "clear", model="base")["chunks"] == 2, "the other session has both models"
+    assert len(pins) == 1
+    assert [stored(engine, x) for x in (mine, shared)] == [0, 0]
+    assert engine.run(turn("s3", 128, seed=3, lora_request=lora)) > 0
 
 
 def test_a_running_request_of_a_cleared_salt_saves_nothing_of_its_old_pages(start: Start) -> None:
@@ -190,6 +250,24 @@ def test_warming_stages_a_prompt_from_ssd(start: Start, tmp_path: Path) -> None:
     assert do(engine, "warm", tokens=ids, salt="x")["stored_tokens"] == 0
 
 
+def test_a_prompt_that_was_warmed_is_expected_until_its_salt_is_cleared(
+    start: Start, tmp_path: Path
+) -> None:
+    engine = start(ssd_dir=tmp_path, ssd_bytes=1 << 22)
+    prefetched = engine.store.catalog.tiers.prefetched
+    prompts = {salt: turn(salt, count=128, cache_salt=salt) for salt in ("m", "o")}
+    for request in prompts.values():
+        engine.run(request)
+    assert engine.store.flush(10)
+    engine.store.leave_to_ssd()
+    for salt, request in prompts.items():
+        ids = pack_tokens(request.all_token_ids)
+        assert do(engine, "warm", tokens=ids, salt=salt)["dram_tokens"] == 128
+    per_prompt = len(prefetched) // 2
+    do(engine, "clear", salt="m")
+    until(lambda: len(prefetched) == per_prompt)
+
+
 @pytest.mark.parametrize("count", [48, 240])
 def test_warming_counts_the_short_end_of_a_prompt(start: Start, tmp_path: Path, count: int) -> None:
     engine = start(ssd_dir=tmp_path, ssd_bytes=1 << 22)
@@ -226,13 +304,16 @@ def test_an_engine_without_ssd_says_that_draining_writes_nothing(start: Start) -
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("clear", {}, "say what to clear"),
-    ("clear", {"all": True, "salt": "x"}, "all alone"),
+    ("clear", {"all": True, "salt": "x"}, "nothing else"),
     ("clear", {"all": 1}, "true or false"),
     ("clear", {"all": "yes"}, "true or false"),
     ("clear", {"salt": ""}, "1 to"),
     ("clear", {"salt": 7}, "text"),
     ("clear", {"salt": "x" * 5000}, "text"),
     ("clear", {"session": ["s"]}, "text"),
+    ("clear", {"model": "m", "salt": "s"}, "nothing else"),
+    ("clear", {"model": "m", "all": True}, "nothing else"),
+    ("clear", {"model": ""}, "1 to"),
     ("clear", {"sesion": "s"}, "unknown argument sesion"),
     ("clear", {"all": True, "x" * 9000: 1}, "unknown argument"),
     ("warm", {}, "token ids"),
@@ -331,14 +412,21 @@ def test_a_damaged_list_of_cleared_salts_is_refused(tmp_path: Path, content: str
     path = tmp_path / "cleared.json"
     path.write_text(content)
     with pytest.raises(StoreError, match="which salts were cleared"):
-        ClearedSalts(path)
+        Clearings(path)
+
+
+def test_a_pipe_in_place_of_the_list_of_cleared_salts_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cleared.json"
+    os.mkfifo(path)
+    with pytest.raises(StoreError, match="which salts were cleared"):
+        Clearings(path)
 
 
 def test_a_salt_whose_clearing_cannot_be_kept_is_not_cleared(tmp_path: Path) -> None:
-    salts = ClearedSalts(tmp_path / "gone" / "cleared.json")
+    salts = Clearings(tmp_path / "gone" / "cleared.json")
     with pytest.raises(CommandError, match="cannot be written"):
-        salts.raise_count("m")
-    assert salts.count("m") == 0
+        salts.count_salt("m")
+    assert salts.of_salt("m") == 0
 
 
 def test_the_status_says_where_sessions_are_and_not_who_they_are(
@@ -351,7 +439,9 @@ def test_the_status_says_where_sessions_are_and_not_who_they_are(
     engine.run(turn("2", count=128, seed=2, session_id="other"))
     engine.admit(turn("3", count=128, seed=3, session_id="third"))
     path = tmp_path / "socket"
-    engine.side.serve_status(path, {"model": "m"}, lambda: pytest.fail("costs were not asked"))
+    engine.side.serve_status(
+        path, {"model": "m", "served_as": "m"}, lambda: pytest.fail("costs were not asked")
+    )
     answer = ask(path, {"get": "sessions"})
     third, other, mine = answer["sessions"]
     assert mine["session"] == session_key("secret", "mine").hex()

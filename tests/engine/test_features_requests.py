@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from tests.engine.harness import (
     forget_local,
     generate,
     prompt_tokens,
+    scheduler_side,
+    settle,
 )
 
 pytestmark = pytest.mark.engine
@@ -116,6 +119,28 @@ def test_each_adapter_restores_only_its_own_state(adapters: Adapters) -> None:
         restored = adapters.answer(lora)
         assert restored.num_cached_tokens == BOUNDARY
         assert delta(restored, expected) <= EXACT
+
+
+def test_a_cleared_adapter_is_computed_and_the_others_are_restored(adapters: Adapters) -> None:
+    each = (None, adapters.a, adapters.b)
+    cold = []
+    for lora in each:
+        forget_local(adapters.llm)
+        cold.append(adapters.answer(lora))
+    settle(adapters.llm)
+    commands = scheduler_side(adapters.llm).commands
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(commands.clear, {"model": "b"})
+        while not answer.done():
+            commands.steps.run()  # an engine inside this process takes no step by itself
+    assert answer.result()["pages"]
+    for lora, expected, cached in zip(each, cold, (BOUNDARY, BOUNDARY, 0), strict=True):
+        forget_local(adapters.llm)
+        again = adapters.answer(lora)
+        assert again.num_cached_tokens == cached
+        assert delta(again, expected) <= EXACT
+    forget_local(adapters.llm)
+    assert adapters.answer(adapters.b).num_cached_tokens == BOUNDARY
 
 
 def test_an_adapter_s_copy_under_another_name_is_the_same_adapter(adapters: Adapters) -> None:

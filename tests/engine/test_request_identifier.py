@@ -21,6 +21,7 @@ from hetero_connector.config import HeteroConfig
 from hetero_connector.connector import HeteroConnector
 from hetero_connector.engine.scheduler import request_identifier
 from hetero_connector.engine.scheduler.background_thread import BackgroundThread
+from hetero_connector.engine.scheduler.clearings import Clearings
 from hetero_connector.engine.scheduler.media import MediaIds, content_digest, media_ids
 from hetero_connector.engine.scheduler.request_identifier import (
     PLAIN,
@@ -80,7 +81,7 @@ def keys(identifier: RequestIdentifier, request: FakeRequest) -> list[str] | Non
     identity = found(identifier, request)
     if isinstance(identity, UnidentifiedReason):
         return None
-    tracker = RequestTracker.of(request, HASHER, identity)
+    tracker = RequestTracker.of(request, HASHER, identity, Clearings())
     tracker.grow()
     return [chunk.key.hex() for chunk in tracker.chain.chunks()]
 

@@ -11,6 +11,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from hetero_connector.artifacts.chain import ChainHasher
+from hetero_connector.engine.scheduler.clearings import Clearings
 from hetero_connector.engine.scheduler.request_identifier import PLAIN
 from hetero_connector.engine.scheduler.request_queue import RequestQueue, WorkAhead
 from hetero_connector.engine.scheduler.requests import RequestTracker
@@ -58,7 +59,7 @@ class Traffic:
         request: Any = FakeRequest(
             f"r{next(self.numbers)}", list(range(length)), status=RequestStatus.WAITING
         )
-        tracker = RequestTracker.of(request, HASHER, PLAIN)
+        tracker = RequestTracker.of(request, HASHER, PLAIN, Clearings())
         self.trackers[request.request_id] = tracker
         self.queue.enqueue(tracker)
         self.check()

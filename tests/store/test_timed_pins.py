@@ -83,7 +83,7 @@ def test_a_tenant_pins_a_quarter_and_all_of_them_a_half(clocked: Clocked) -> Non
     assert clocked.pin(chains["c"], tenant=b"v") is PinRefusal.STORE_FULL
     assert clocked.pin(chains["c"]) is PinRefusal.STORE_FULL
     assert clocked.pin(chain("unknown", 1)) is PinRefusal.NOT_STORED
-    clocked.store.retention.unpin_tenant(b"t")
+    clocked.store.retention.release(lambda _, tenant: tenant == b"t")
     assert isinstance(clocked.pin(chains["c"]), Pinned), "an operator's is bounded by the half"
 
 

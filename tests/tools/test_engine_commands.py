@@ -87,6 +87,14 @@ def test_a_session_a_salt_and_everything_are_cleared(start: Start, run: Run) -> 
     assert code == 0
     assert json.loads(out)[0]["cleared"] == "salt"
     assert (engine.stored(salted), engine.stored(plain)) == (0, 256)
+    code, out, _ = run("clear", "--model", "adapter")
+    assert (code, engine.stored(plain)) == (0, 256)
+    assert "no session known here has used the model 'adapter'" in out
+    code, out, _ = run("clear", "--model", "m")
+    assert (code, engine.stored(plain)) == (0, 0)
+    assert out == "m (pid 4711): forgot 4 chunks\n"
+    engine.run(turn("4", seed=9))
+    assert engine.stored(plain) == 256
     code, out, _ = run("clear", "--all", "--yes")
     assert (code, engine.stored(plain)) == (0, 0)
     assert "forgot everything" in out
@@ -111,7 +119,10 @@ def test_clearing_everything_asks_first(
     assert ("--yes" if answer is None else "Forget everything that is stored by m (pid") in err
 
 
-@pytest.mark.parametrize("words", [[], ["--all", "--salt", "x"], ["--all", "--session", "x"]])
+@pytest.mark.parametrize(
+    "words",
+    [[], ["--all", "--salt", "x"], ["--all", "--session", "x"], ["--model", "x", "--salt", "y"]],
+)
 def test_what_to_clear_must_be_clear(start: Start, run: Run, words: list[str]) -> None:
     start()
     code, _, err = run("clear", *words)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from hetero_connector.artifacts.generation import FIRST, Generation
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkRange
-from hetero_connector.engine.scheduler.cleared_salts import ClearedSalts
+from hetero_connector.engine.scheduler.clearings import Clearings
 from hetero_connector.errors import StoreError
 from hetero_connector.planner.compute_model import ComputeCoefficients
 from hetero_connector.planner.profile import CostProfile, ProfileSubject
@@ -397,14 +397,14 @@ def test_salts_that_were_cleared_there_are_cleared_here(
     source: Path, target: Path, tmp_path: Path
 ) -> None:
     for salt in ("a", "b", "b"):
-        ClearedSalts.in_folder(source / NAME).raise_count(salt)
+        Clearings.in_folder(source / NAME).count_salt(salt)
     path = fill(tmp_path / "other", chunks=1)
     for salt in ("a", "a", "c"):
-        ClearedSalts.in_folder(path).raise_count(salt)
+        Clearings.in_folder(path).count_salt(salt)
     exporting.export_model(source / NAME, target / NAME)
     importing.import_model(target / NAME, path.parent)
-    found = ClearedSalts.in_folder(path)
-    assert [found.count(salt) for salt in "abcd"] == [2, 2, 1, 0]
+    found = Clearings.in_folder(path)
+    assert [found.of_salt(salt) for salt in "abcd"] == [2, 2, 1, 0]
 
 
 def test_what_was_learned_comes_along_but_replaces_nothing(
@@ -504,7 +504,7 @@ def test_cleared_salts_that_no_store_has_change_nothing(
     code, _, err = run("import", exported, path.parent)
     assert (code, snapshot(path.parent)) == (2, before)
     assert "impossible salts" in err
-    ClearedSalts.in_folder(path)  # an engine still starts
+    Clearings.in_folder(path)  # an engine still starts
 
 
 LINE = {"chunk": 0, "parent": 1, "start": 2, "end": 3, "type": 4, "size": 5, "segment": 9, "at": 10}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero_connector.engine.scheduler.cleared_salts import ClearedSalts
+from hetero_connector.engine.scheduler.clearings import Clearings
 from hetero_connector.planner.compute_model import ComputeCoefficients
 from hetero_connector.planner.profile import CostProfile, ProfileSubject
 from hetero_connector.spec.state_types import StateType
@@ -47,9 +47,9 @@ def described(tmp_path: Path) -> Path:
     subject = ProfileSubject.of(MODEL_FIELDS, "some machine")
     costs = ComputeCoefficients(1e-3, 1e-5, 0.0)
     CostProfile("tiny", subject, costs, learned_until=1.75e9).write(directory.path / "learned.json")
-    salts = ClearedSalts.in_folder(directory.path)
-    salts.raise_count("a")
-    salts.raise_count("b")
+    salts = Clearings.in_folder(directory.path)
+    salts.count_salt("a")
+    salts.count_salt("b")
     return directory.path
 
 
@@ -57,7 +57,7 @@ def test_inspect_shows_what_was_learned_and_cleared(described: Path, run: Run) -
     code, out, _ = run("inspect", described)
     assert code == 0
     assert "  costs learned on some machine until 2025-06-" in out
-    assert "  2 salts were cleared" in out
+    assert "  2 salts or models were cleared" in out
     files = json.loads(run("inspect", described, "--json")[1])[0]["side_files"]
     assert (files["cleared_salts"], files["costs_problem"], files["salts_problem"]) == (
         2,

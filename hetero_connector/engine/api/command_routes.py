@@ -45,7 +45,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "clear": Command("clear", "Forget `all`, everything under a `salt`, or one `session`."),
+    "clear": Command("clear", "Forget `all`, what a `salt` or a `model` stored, or a `session`."),
     "warm": Command("warm", "Bring what is stored of a prompt from SSD to DRAM.", 20.0, True),
     "pin": Command("pin", "Evict nothing of a prompt or a `session` for `seconds`.", 0.0, True),
     "unpin": Command("unpin", "End the pin of a prompt or a `session`.", 0.0, True),

@@ -11,14 +11,14 @@ import base64
 import time
 from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hetero_connector.artifacts.chain import RequestChain
 from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange, StoredChunk, Tier
 from hetero_connector.engine.scheduler.chain_root import ChainRoot
-from hetero_connector.engine.scheduler.cleared_salts import ClearedSalts
-from hetero_connector.engine.scheduler.request_identifier import salt_keys
+from hetero_connector.engine.scheduler.clearings import Clearings
+from hetero_connector.engine.scheduler.request_identifier import adapter_name, prompt_keys
 from hetero_connector.engine.scheduler.session_book import (
     SessionBook,
     SessionRecord,
@@ -33,6 +33,9 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import PinRefusal
 from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
 from hetero_connector.units import MIB
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 Arguments = Mapping[str, Any]
 Result = dict[str, Any]
@@ -60,9 +63,16 @@ class Engine(Protocol):
         """Empty vLLM's own prefix cache; False while requests hold its pages."""
         ...
 
-    def on_salt_cleared(self, salt: str) -> None:
-        """Name the chains of this salt's running requests anew."""
+    def on_cleared(self, is_meant: Callable[[Request], bool]) -> None:
+        """Name the chains of these running requests anew."""
         ...
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """The name under which a prompt is pinned or expected: the key of its end."""
+
+    end: ChunkKey
 
 
 class Commands:
@@ -75,12 +85,14 @@ class Commands:
         book: SessionBook,
         request_step: Callable[[], None],
     ) -> None:
-        """`request_step`: as for `StepCalls`. Raises StoreError; see `ClearedSalts`."""
+        """`request_step`: as for `StepCalls`. Raises StoreError; see `Clearings`."""
         self._engine = engine
         self._store = store
         self._book = book
         self.steps = StepCalls(request_step)
-        self.salts = ClearedSalts.in_folder(store.folder)
+        self.clearings = Clearings.in_folder(store.folder)
+        self.model_names = frozenset[str]()
+        """The names of the model itself; others are adapters'."""
         self.is_draining = False
         """True if nothing new is to be stored. Read by the scheduler's thread."""
 
@@ -96,14 +108,17 @@ class Commands:
         }
 
     def clear(self, arguments: Arguments) -> Result:
-        """Forget everything, everything under `salt`, or one `session` (of `salt`)."""
-        take = Taker(arguments, "session", "salt", "all")
-        session, salt = take.text("session"), take.text("salt")
+        """Forget everything, everything under `salt`, of `model`, or one `session` (of `salt`)."""
+        take = Taker(arguments, "session", "salt", "model", "all")
+        session, salt, model = take.text("session"), take.text("salt"), take.text("model")
         is_all = take.flag("all")
-        if is_all == (session is not None or salt is not None):
+        if [session is not None or salt is not None, model is not None, is_all].count(True) != 1:
             raise MalformedCommandError(
-                "say what to clear: session (with its salt, if it has one), salt, or all alone"
+                "say what to clear: session (with its salt, if it has one), salt, model, or all, "
+                "and nothing else"
             )
+        if model is not None:
+            return self._clear_model(model)
         if session is not None:
             return self._clear_session(session, salt)
         if salt is not None:
@@ -121,7 +136,7 @@ class Commands:
         leaves = _leaves(self._store, chain)
         if not leaves:
             return {"tokens": len(tokens), "stored_tokens": 0, "dram_tokens": 0}
-        now_s, name = self._store.catalog.clock(), ("warm", leaves[0])
+        now_s, name = self._store.catalog.clock(), _Prompt(leaves[0])
         self._store.expect(
             ExpectedReturn(
                 name, leaves, now_s, now_s + keep_s, 1.0, tenant_of(salt), is_ordered=True
@@ -202,12 +217,12 @@ class Commands:
             return key, record.leaves, record.tenant
         chain = self._new_chain(salt)
         chain.extend(take.tokens("tokens"))
-        name = ("prompt", chain.ending_at(chain.num_tokens).key)
+        name = _Prompt(chain.ending_at(chain.num_tokens).key)
         return name, _leaves(self._store, chain), tenant_of(salt)
 
     def _new_chain(self, salt: str | None) -> RequestChain:
         """Return the empty chain of a prompt that is token ids alone, under today's root."""
-        return RequestChain(self._engine.root.hasher, salt_keys(salt, self.salts.count))
+        return RequestChain(self._engine.root.hasher, prompt_keys(salt, self.clearings))
 
     def _clear_all(self) -> Result:
         self._book.clear()
@@ -216,20 +231,40 @@ class Commands:
 
     def _clear_salt(self, salt: str) -> Result:
         tenant = tenant_of(salt)
-        self.salts.raise_count(salt)  # from now on nothing from before is found
+        self.clearings.count_salt(salt)  # from now on nothing from before is found
+        pages = self._rename(lambda request: request.cache_salt == salt)
+        self._store.retention.release(lambda _, owner: owner == tenant)
+        chunks = self._forget_all(lambda record: record.tenant == tenant)
+        return {"cleared": "salt", "chunks": chunks, "pages": pages}
+
+    def _clear_model(self, name: str) -> Result:
+        """Forget what requests of this model stored: an adapter's, or the model's without one."""
+        model = "" if name in self.model_names else name
+        is_known = not model or self.clearings.of_model(model) > 0
+        is_known |= any(model in record.models for _, record in self._book.newest())
+        self.clearings.count_model(model)
+        pages = self._rename(lambda request: adapter_name(request) == model)
+        if not model:
+            self._store.retention.release(lambda user, _: isinstance(user, _Prompt))
+        chunks = self._forget_all(lambda record: record.models == {model})
+        return {"cleared": "model", "chunks": chunks, "pages": pages, "known": is_known}
+
+    def _rename(self, is_meant: Callable[[Request], bool]) -> bool:
+        """Name the chains of these requests anew; return whether vLLM's own cache is empty."""
 
         def rename() -> bool:
-            self._engine.on_salt_cleared(salt)
+            self._engine.on_cleared(is_meant)
             return self._engine.reset_pages()
 
-        pages = self.steps.call(rename, _STEP_S)
-        self._store.retention.unpin_tenant(tenant)
-        chunks = sum(
+        return self.steps.call(rename, _STEP_S)
+
+    def _forget_all(self, is_meant: Callable[[SessionRecord], bool]) -> int:
+        """Forget the sessions with such records; return the number of their chunks."""
+        return sum(
             self._forget(session, record.leaves)
             for session, record in self._book.newest()
-            if record.tenant == tenant
+            if is_meant(record)
         )
-        return {"cleared": "salt", "chunks": chunks, "pages": pages}
 
     def _clear_session(self, session: str, salt: str | None) -> Result:
         known, record = self._find_session(session, salt)

@@ -16,9 +16,10 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from hetero_connector.artifacts.canonical import encode
-from hetero_connector.artifacts.chain import ExtraKeys, no_extra_keys
+from hetero_connector.artifacts.chain import ExtraKeys
 from hetero_connector.artifacts.identity import locate_model, lora_digest
 from hetero_connector.engine.scheduler.background_thread import BackgroundThread
+from hetero_connector.engine.scheduler.clearings import Clearings
 from hetero_connector.engine.scheduler.media import (
     DigestCache,
     MediaIds,
@@ -301,22 +302,23 @@ def cacheable(request: Request) -> bool:
     return request.pooling_params is None and not request.resumable
 
 
-def extra_keys(
-    request: Request, identity: RequestIdentity, clearings: Callable[[str], int] = lambda salt: 0
-) -> ExtraKeys:
-    """Return a function of (start, end): the key, besides tokens, of that range's state.
+def adapter_name(request: Request) -> str:
+    """Return the name of the request's adapter, as vLLM serves it; "" for none."""
+    lora = request.lora_request
+    return "" if lora is None else str(lora.lora_name)
 
-    `clearings`: how often everything under a salt was cleared (`ClearedSalts.count`).
-    """
-    salt, embeds = request.cache_salt, request.prompt_embeds
+
+def extra_keys(request: Request, identity: RequestIdentity, clearings: Clearings) -> ExtraKeys:
+    """Return a function of (start, end): the key, besides tokens, of that range's state."""
+    salt, model, embeds = request.cache_salt, adapter_name(request), request.prompt_embeds
     if identity == PLAIN and embeds is None:
-        return salt_keys(salt, clearings)
+        return prompt_keys(salt, clearings)
     overlaps = Overlaps(identity.media)
 
     def keys(start: int, end: int) -> bytes:
         own: list[object] = [["media", *item] for item in overlaps.within(start, end)]
-        if salt and start == 0:
-            own.append(_salt_key(salt, clearings))
+        if start == 0:
+            own += _first_keys(salt, model, clearings)
         if embeds is not None and start < len(embeds):
             tokens = request.prompt_is_token_ids
             mask = None if tokens is None else list(tokens[start:end])
@@ -326,13 +328,22 @@ def extra_keys(
     return keys
 
 
-def salt_keys(salt: str | None, clearings: Callable[[str], int]) -> ExtraKeys:
+def prompt_keys(salt: str | None, clearings: Clearings) -> ExtraKeys:
     """Return the `extra_keys` of a request of token ids alone, with no adapter."""
-    if not salt:
-        return no_extra_keys
-    return lambda start, end: encode([PLAIN.lora, [] if start else [_salt_key(salt, clearings)]])
+
+    def keys(start: int, end: int) -> bytes:
+        own = [] if start else _first_keys(salt, "", clearings)
+        return encode([PLAIN.lora, own]) if own or salt else b""
+
+    return keys
 
 
-def _salt_key(salt: str, clearings: Callable[[str], int]) -> list[object]:
-    count = clearings(salt)
-    return ["salt", salt, count] if count else ["salt", salt]
+def _first_keys(salt: str | None, model: str, clearings: Clearings) -> list[object]:
+    """Return what the first chunk's key has of the salt, and of what was cleared."""
+    own = list[object]()
+    if salt:
+        count = clearings.of_salt(salt)
+        own.append(["salt", salt, count] if count else ["salt", salt])
+    if count := clearings.of_model(model):
+        own.append(["cleared", model, count])
+    return own

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
+from hetero_connector.engine.scheduler.clearings import Clearings
 from hetero_connector.engine.scheduler.request_identifier import RequestIdentity, extra_keys
 from hetero_connector.engine.scheduler.request_params import PLAIN, RequestParams
 from hetero_connector.planner.checkpoints import Reuse
@@ -122,10 +123,10 @@ class RequestTracker:
         request: Request,
         hasher: ChainHasher,
         identity: RequestIdentity,
-        clearings: Callable[[str], int] = lambda salt: 0,
+        clearings: Clearings,
         params: RequestParams = PLAIN,
     ) -> RequestTracker:
-        """Return a tracker for the request, with nothing hashed yet. `clearings`: of its salt."""
+        """Return a tracker for the request, with nothing hashed yet."""
         chain = RequestChain(hasher, extra_keys(request, identity, clearings))
         return cls(request, chain, params)
 

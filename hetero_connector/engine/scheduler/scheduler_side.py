@@ -341,9 +341,9 @@ class SchedulerSide:
         manager = self._kv_cache_manager
         return manager is not None and bool(manager.reset_prefix_cache())
 
-    def on_salt_cleared(self, salt: str) -> None:
-        """Name the chains of this salt's running requests anew; their pages are not saved."""
-        trackers = [x for x in self._trackers.values() if x.request.cache_salt == salt]
+    def on_cleared(self, is_meant: Callable[[Request], bool]) -> None:
+        """Name the chains of these running requests anew; their pages are not saved."""
+        trackers = [x for x in self._trackers.values() if is_meant(x.request)]
         self._change_root(trackers, self.root.hasher)
 
     @property
@@ -368,6 +368,7 @@ class SchedulerSide:
             self.commands.activity,
             self._recorder,
         )
+        self.commands.model_names = frozenset({about["model"], about["served_as"]})
         try:
             commands = {**self.commands.by_name(), "record": self._engine_recorder.record}
             self._status = StatusServer(path, status.answers(), commands)
@@ -458,7 +459,7 @@ class SchedulerSide:
         self.store.retention.expire_due()  # what is over must not be found
         params = self._sessions.params.read(request.kv_transfer_params, request.request_id)
         tracker = RequestTracker.of(
-            request, self.root.hasher, identity, self.commands.salts.count, params
+            request, self.root.hasher, identity, self.commands.clearings, params
         )
         self._trackers[request.request_id] = tracker
         self.predictions.on_asked(tracker)

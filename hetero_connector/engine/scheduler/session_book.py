@@ -23,6 +23,11 @@ def tenant_of(salt: str | None) -> bytes:
     return b"" if salt is None else _digest(encode(salt))
 
 
+def model_digest(model: str) -> bytes:
+    """Return what stands for an adapter's name; "": for the model without an adapter."""
+    return _digest(encode(["model", model]))
+
+
 def session_key(salt: str | None, session_id: str) -> bytes:
     """Return the key of a session by the id that its clients gave: it is valid within its salt."""
     return _digest(encode([salt, session_id]))
@@ -48,6 +53,8 @@ class SessionRecord:
     """The earliest and the latest return, by the store's clock; None if it is not known."""
     parent: Hashable | None = None
     """The session that it was forked from."""
+    models: frozenset[str] = frozenset()
+    """The adapters of its turns, by name; "": no adapter."""
 
 
 class SessionBook:
@@ -59,11 +66,15 @@ class SessionBook:
         self._records: dict[Hashable, SessionRecord] = {}
         """By session, the latest turn last."""
 
-    def on_turn_start(self, session: Hashable, tenant: bytes) -> None:
-        """Note a request of the session."""
+    def on_turn_start(self, session: Hashable, tenant: bytes, model: str = "") -> None:
+        """Note a request of the session; `model`: the name of its adapter, if it has one."""
         before = self._records.pop(session, None) or SessionRecord(tenant)
         self._records[session] = replace(
-            before, turns=before.turns + 1, ended=None, expected_s=None
+            before,
+            turns=before.turns + 1,
+            ended=None,
+            expected_s=None,
+            models=before.models | {model},
         )
         if len(self._records) > _CAPACITY:
             del self._records[next(iter(self._records))]

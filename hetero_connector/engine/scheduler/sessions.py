@@ -17,6 +17,7 @@ from typing import Literal
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkKey, Tier
+from hetero_connector.engine.scheduler.request_identifier import adapter_name
 from hetero_connector.engine.scheduler.request_params import (
     ParamsReader,
     Priority,
@@ -80,7 +81,7 @@ class Sessions:
                 tracker.chain, request.num_prompt_tokens, tracker.matched_chunks
             )
         self._think_times.on_turn_start(tracker.session, self._clock())
-        self.book.on_turn_start(tracker.session, tenant)
+        self.book.on_turn_start(tracker.session, tenant, adapter_name(request))
         if params.fork is not None:
             self._fork(tracker.session, session_key(request.cache_salt, params.fork), tenant)
         if not params.limits_life:

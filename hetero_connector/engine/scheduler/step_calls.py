@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from hetero_connector.errors import CommandError
@@ -51,8 +52,9 @@ class StepCalls:
             future.cancel()
             raise
         finally:
-            if future.cancelled() and entry in self._calls:
-                self._calls.remove(entry)
+            if future.cancelled():
+                with suppress(ValueError):  # a step, or the end of the engine, has taken it
+                    self._calls.remove(entry)
 
     def run(self) -> None:
         """Run the calls that wait. Belongs to the scheduler's thread."""

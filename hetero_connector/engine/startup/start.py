@@ -226,7 +226,8 @@ def open_scheduler_side(
     side.serve_status(
         rendezvous.status_path(engine),
         _about(name, engine, layout, identity.digest, config)
-        | {"costs_from": "a guess" if profile is None else profile.origin},
+        | {"costs_from": "a guess" if profile is None else profile.origin}
+        | {"served_as": vllm_config.model_config.served_model_name},
         lambda: CostProfile.of(planner.costs, name, subject),
     )
     endpoint = vllm_config.observability_config.otlp_traces_endpoint

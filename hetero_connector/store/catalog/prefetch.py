@@ -121,6 +121,13 @@ class Prefetcher:
         if len(self._returned) < _MAX_RETURNED:
             self._returned.add(session)
 
+    def cancel_where(self, is_meant: Callable[[Hashable, bytes], bool]) -> None:
+        """Expect those no longer whose session and tenant are meant; let staged state leave."""
+        self.schedule.cancel_where(is_meant)
+        for job in self._jobs():
+            if is_meant(job.expected.session, job.expected.tenant):
+                job.expires_s = self._clock()
+
     def clear(self) -> None:
         """Expect no session: everything stored was forgotten."""
         self.schedule.clear()

@@ -74,6 +74,11 @@ class PrefetchSchedule:
         self._shares.remove(session)
         self._by_start.prune()
 
+    def cancel_where(self, is_meant: Callable[[Hashable, bytes], bool]) -> None:
+        """Expect those no longer whose session and tenant are meant."""
+        for x in [x for x in self._expected.values() if is_meant(x.session, x.tenant)]:
+            self.cancel(x.session)
+
     def clear(self) -> None:
         """Expect no session."""
         self._expected.clear()

@@ -116,10 +116,11 @@ class Retention:
         with self._lock:
             return self._pins.remove(name)
 
-    def unpin_tenant(self, tenant: bytes) -> None:
-        """End all pins of a tenant."""
+    def release(self, is_meant: Callable[[Hashable, bytes], bool]) -> None:
+        """End the pins, and the expected returns, whose name and tenant are meant."""
         with self._lock:
-            self._pins.remove_tenant(tenant)
+            self._pins.remove_where(is_meant)
+            self._prefetcher.cancel_where(is_meant)
 
     def limit_life(self, chunks: Iterable[ChunkKey], seconds: float, *, is_forgotten: bool) -> None:
         """Forget these chunks of a chain after so long, or evict them first from then on.

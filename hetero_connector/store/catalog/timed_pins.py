@@ -123,9 +123,9 @@ class TimedPins:
         self._count_down(pin)
         return pin.node.chunk.end
 
-    def remove_tenant(self, tenant: bytes) -> None:
-        """End all pins of a tenant."""
-        for name in [name for name, pin in self._pins.items() if pin.tenant == tenant]:
+    def remove_where(self, is_meant: Callable[[Hashable, bytes], bool]) -> None:
+        """End the pins whose name and tenant are meant."""
+        for name in [name for name, pin in self._pins.items() if is_meant(name, pin.tenant)]:
             self.remove(name)
 
     def move(self, name: Hashable, node: Node) -> None:

@@ -50,6 +50,15 @@ def replace_private(path: Path, content: bytes) -> None:
     new.replace(path)
 
 
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder survive a power cut. Raises OSError."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def make_private(directory: Path, is_ours: Callable[[str], object]) -> int | None:
     """Take the rights of other users from `directory` and from its files that are ours, by name.
 

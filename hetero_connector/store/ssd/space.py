@@ -40,7 +40,7 @@ _FORMER_SLABS = "|".join(re.escape(f"{t.value}.slab") for t in StateType)
 _OURS = re.compile(
     r"lock|generation(\.new)?|journal\.sqlite(-wal|-shm)?|journal\.corrupt-.*|"
     rf"{re.escape(SLAB_NAME)}|{re.escape(LEARNED_NAME)}(\.new)?|{_FORMER_SLABS}|"
-    r"cleared-salts\.(json|partial)"
+    r"cleared-salts\.(json(\.new)?|partial)"
 )
 _SQLITE_MAGIC = b"SQLite format 3\0"
 
