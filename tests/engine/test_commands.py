@@ -251,8 +251,11 @@ def test_warming_stages_a_prompt_from_ssd(start: Start, tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_was_warmed_is_expected_until_its_salt_is_cleared(
-    start: Start, tmp_path: Path
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from hetero_connector.engine.scheduler import session_book
+
+    monkeypatch.setattr(session_book, "_CAPACITY", 1)  # the first prompt's session is not known
     engine = start(ssd_dir=tmp_path, ssd_bytes=1 << 22)
     prefetched = engine.store.catalog.tiers.prefetched
     prompts = {salt: turn(salt, count=128, cache_salt=salt) for salt in ("m", "o")}
