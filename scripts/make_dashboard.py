@@ -379,10 +379,12 @@ _ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Errors in hooks",
-            "Defects of HeteroCache: please report them with the log.",
+            "Errors and exits are defects of HeteroCache: please report them with the log. "
+            "Reports of requests are dropped when the log or the tracing backend is too slow.",
             [
                 rate("heterocache_hook_errors_total", "hook"),
                 rate("heterocache_peer_process_exits_total", unit="exits of the peer process"),
+                rate("heterocache_reports_dropped_total", unit="reports dropped"),
             ],
         ),
         Panel(

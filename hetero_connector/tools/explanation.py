@@ -56,7 +56,8 @@ class Explanation:
         """Return the assumptions as two paragraphs of text."""
         assumed = f"Assumed: an idle engine, {self.settings} ({self.settings_from})."
         paragraphs = (assumed, f"Costs: {self.costs_from}.")
-        return "\n".join(textwrap.fill(x, _WIDTH, break_on_hyphens=False) for x in paragraphs)
+        wrapper = textwrap.TextWrapper(_WIDTH, break_on_hyphens=False, break_long_words=False)
+        return "\n".join(map(wrapper.fill, paragraphs))
 
     def as_json(self) -> dict[str, Any]:
         """Return the output of `--json`."""

@@ -66,7 +66,7 @@ def is_accepted(extra: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> He
 
     plenty = replace(machine.memory(), total_bytes=1 << 40)
     monkeypatch.setattr(config.machine, "memory", lambda: plenty)
-    monkeypatch.setattr(config, "_ssd_gib", lambda given, directory: given)
+    monkeypatch.setattr(config, "ssd_gib_of", lambda given, directory: given)
     return HeteroConfig.from_extra_config(extra)
 
 

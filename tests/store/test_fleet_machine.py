@@ -88,7 +88,7 @@ class FleetMachine(StoreMachine):
         """With nothing held in place each is known to its policy, and there is one, but on an
         SSD for what DRAM alone has."""
         tiers = self.store.catalog.tiers
-        if tiers._pins:
+        if tiers._pins or tiers.timed_pins:
             return
         for (tier, kind), policy in tiers._policies.items():
             here = [a for a in tiers.index.artifacts() if a.state_type is kind and a.slot(tier)]

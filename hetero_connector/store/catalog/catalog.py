@@ -702,7 +702,9 @@ class Catalog:
         """Drop every DRAM copy that is on SSD too and not pinned: to measure the SSD."""
         pinned = set(self.tiers.pinned())
         for artifact in list(self.tiers.index.artifacts()):
-            if artifact.dram is not None and artifact.ssd is not None and artifact not in pinned:
+            if artifact in pinned or artifact.node in self.tiers.timed_pins:
+                continue
+            if artifact.dram is not None and artifact.ssd is not None:
                 self.tiers.drop(artifact, Tier.DRAM)
 
     @_locked
