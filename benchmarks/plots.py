@@ -36,23 +36,6 @@ def lines(name: str, panels: Sequence[tuple[str, str, str, Mapping[str, Any]]]) 
     return _save(figure, name)
 
 
-def errorbars(
-    name: str,
-    panels: Sequence[tuple[str, str, str, Mapping[str, Sequence[tuple[float, float, float]]]]],
-) -> Path:
-    """Draw panels of (title, x label, y label, [(x, y, +-), ...] by curve); both logarithmic."""
-    figure, axes = _figure(len(panels), 4.2, 3.6)
-    for axis, (title, x_label, y_label, curves) in zip(axes, panels, strict=True):
-        for label, points in curves.items():
-            x, y, half = zip(*sorted(points), strict=True)
-            axis.errorbar(x, y, yerr=half, marker="o", markersize=3, capsize=2, label=label)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.legend(fontsize=6)
-        _label(axis, title, x_label, y_label)
-    return _save(figure, name)
-
-
 def scatter(
     name: str,
     panels: Sequence[tuple[str, str, str, Mapping[str, tuple[float, float]], Any]],

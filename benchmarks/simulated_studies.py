@@ -24,6 +24,13 @@ CACHES = (
 
 
 @dataclass(frozen=True)
+class StudyPoint(Point):
+    """One simulation of a study."""
+
+    study: str = ""
+
+
+@dataclass(frozen=True)
 class Setting:
     """One column of a sweep."""
 
@@ -47,15 +54,16 @@ class Study:
     dram_gib: float = 256.0
     ssd_gib: float = 2048.0
 
-    def points(self, scale: float = 1.0) -> Iterator[Point]:
+    def points(self, scale: float = 1.0) -> Iterator[StudyPoint]:
         """Every simulation; `scale`: of the numbers of sessions."""
         for setting in self.settings:
             number = max(4, int(scale * setting.sessions))
             for seed in SEEDS:
                 for policy in self.policies:
-                    yield Point(
-                        policy, setting.workers, setting.rate, setting.sharing, number, seed
-                    )
+                    yield StudyPoint(
+                        policy, setting.workers, setting.rate, setting.sharing, number, seed,
+                        study=self.name,
+                    )  # fmt: skip
 
 
 AGENTS_A_WORKER_S = 0.05

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ownership.simulator.machine.request import LiveRequest
+from ownership.simulator.pairing import BlockSums
 from ownership.simulator.state.resident import ResidentChunks
 from ownership.simulator.traces.block_runs import BlockRuns
 
@@ -118,6 +119,8 @@ class SimulationResult:
     figures: Figures
     state_bytes: Mapping[str, Mapping[str, int]]
     """Bytes by flow (`written`, `staged`, `fetched`, `loaded`, `sealed`), then by state type."""
+    blocks: BlockSums
+    """Sums over blocks of sessions, to compare policies on the same ones."""
     overhead: Overhead
 
     def as_json(self) -> dict[str, Any]:
@@ -187,6 +190,11 @@ class Tally:
         self.task_wait_s.append(wait_s)
         self.task_slowdown.append(_slowdown(wait_s, alone_s))
         self.task_sessions.append(session)
+
+    def blocks(self) -> BlockSums:
+        """Return the sums over blocks of sessions."""
+        of_tasks, of_steps = (self.task_wait_s, self.task_slowdown), (self.ttft_s, self.attained)
+        return BlockSums.of(self.task_sessions, of_tasks, self.step_sessions, of_steps)
 
     def length_unfairness(self) -> float:
         """Return the greatest over the least slowdown of the quarters of steps by prompt length."""

@@ -81,6 +81,7 @@ def simulate(
             parameters=workload.parameters(),
             figures=figures_of(run),
             state_bytes=state_bytes_of(shape, run.totals()),
+            blocks=run.tally.blocks(),
             overhead=Overhead(len(decisions), 1e6 * percentile(decisions, 50)),
         )
     finally:

@@ -1,40 +1,77 @@
-"""The script on a small study: every policy is compared with the oracle, and a run is resumed."""
+"""The campaign on a small study: policies are compared, and a run is resumed."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import simulated_fleets
-from benchmarks.simulated_fleets import evictions, read_results, simulated, study_as_markdown
+from benchmarks.simulated_fleets import BY_NAME, evictions, main, report
 from benchmarks.simulated_studies import DENSE, STUDIES, Setting, Study
 from tests.ownership.simulator.small_fleets import agents
 
-STUDY = Study("small", "agents", DENSE, [Setting(2, 0.5, 4)], ("ownerserve", "oracle"))
+STUDY = Study(
+    "small", "mooncake", DENSE, [Setting(2, 5.0, 200)], ("ownerserve", "colocated", "oracle")
+)
 
 
-def test_policies_are_compared_with_the_oracle() -> None:
-    trace = replace(agents(4), starts_recorded=False)
-    found = list(simulated([STUDY], {"agents": trace}, 1.0, {}))
-    assert len(found) == 2 * 3
-    lines = study_as_markdown(STUDY, found)
-    cells = {line.split(" | ")[0]: line.split(" | ") for line in lines if " | " in line}
-    assert float(cells["| ownerserve"][4].partition(" ")[0]) >= 1.0
-    assert cells["| oracle"][4] == "1.000 ± 0.000"
+@pytest.fixture
+def mooncake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A trace of chat, and a directory for results; the only study is a small one."""
+    lines = [
+        {"timestamp": 100 * i, "input_length": 3_000, "output_length": 20,
+         "hash_ids": [i % 3, *range(100 * i, 100 * i + 5)]}
+        for i in range(60)
+    ]  # fmt: skip
+    path = tmp_path / "mooncake.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setattr(simulated_fleets, "RESULTS", tmp_path)
+    monkeypatch.setattr(simulated_fleets, "BY_NAME", {"small": STUDY})
+    return path
 
 
-def test_known_results_are_not_simulated_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_policies_are_compared_with_the_oracle_and_the_first(
+    mooncake: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    traces = {"agents": replace(agents(4), starts_recorded=False)}
-    found = list(simulated([STUDY], traces, 1.0, {}))
-    path = tmp_path / "results.jsonl"
-    path.write_text("".join(f"{json.dumps(r)}\n" for r in found) + '{"study": "cut off')
-    monkeypatch.delattr(simulated_fleets, "result_of")
-    assert list(simulated([STUDY], traces, 1.0, read_results(path))) == found
+    main(["--mooncake", str(mooncake)])
+    cells = {
+        line.split(" | ")[0]: line.strip(" |").split(" | ")[1:]
+        for line in capsys.readouterr().out.splitlines()
+    }
+    ours, others, bound = (float(x) for x in cells["| task waiting over the bound"])
+    assert min(ours, others) >= 1.0
+    assert bound == 1.0
+    ratio = cells["| task waiting over ownerserve"]
+    assert [x == "-" for x in ratio] == [True, False, True]
+    assert float(ratio[1].strip("*").split("*")[0].split(" ")[0]) == pytest.approx(
+        others / ours, abs=0.002
+    )
+
+
+def test_an_interrupted_campaign_goes_on(mooncake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main(["--mooncake", str(mooncake)])
+    (results,) = mooncake.parent.glob("simulated_fleets-*.jsonl")
+    whole, table = results.read_text(), results.with_suffix(".md").read_text()
+    results.write_text("".join(whole.splitlines(keepends=True)[:-1]) + '{"study": "cut off')
+    simulated, ran = simulated_fleets.result_of, []
+
+    def counted(*arguments: object) -> dict[str, object]:
+        ran.append(arguments)
+        return simulated(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(simulated_fleets, "result_of", counted)
+    main(["--mooncake", str(mooncake), "--from", str(results)])
+    assert len(ran) == 1
+    assert results.read_text() == whole
+    assert results.with_suffix(".md").read_text() == table
+
+
+def test_a_campaign_without_a_trace_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--studies", "agents-rate"])
+    assert "give a trace, and studies out of agents-rate" in capsys.readouterr().err
 
 
 def test_evictions_are_reported_as_a_share_of_the_optimum() -> None:
@@ -43,9 +80,19 @@ def test_evictions_are_reported_as_a_share_of_the_optimum() -> None:
     assert all(0.0 <= float(cell.strip(" |")) <= 1.0 for row in rows for cell in row[3:])
 
 
-def test_every_study_has_points_and_an_oracle() -> None:
-    assert len({study.name for study in STUDIES}) == len(STUDIES)
+def test_every_study_has_points_and_a_reference() -> None:
+    assert len(BY_NAME) == len(STUDIES)
     for study in STUDIES:
         points = list(study.points(0.1))
+        assert len({point.key for point in points}) == len(points)
         assert {point.seed for point in points} == {0, 1, 2}
-        assert "oracle" in {point.policy for point in points}
+
+
+def test_the_report_says_how_it_was_made() -> None:
+    point = {"study": "small", "policy": "colocated", "seed": 0, "workers": 2}
+    result = {"point": point, "model": DENSE, "inputs": "abc", "caveats": ["Invented."],
+              "figures": {"refused": 0, "ttft_mean_s": 0.5}}  # fmt: skip
+    text = report([result], "python -m benchmarks.simulated_fleets --studies small")
+    assert "--studies small`" in text
+    assert "- Invented." in text
+    assert "| TTFT mean, s | 0.500 |" in text

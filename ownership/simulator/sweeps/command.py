@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -55,7 +57,8 @@ def sweep(
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("simulate", total=len(wanted), completed=done)
-        run(inputs, wanted, results, processes, lambda _: bar.advance(task))
+        job = partial(simulate_point, inputs)
+        run(job, wanted, results, processes, lambda _: bar.advance(task))
     found = results.ordered(wanted)
     markdown = as_markdown(rows(found), about(found, _command(inputs, policies, sweeps)))
     (out / "report.md").write_text(markdown)
@@ -72,8 +75,8 @@ def _record(inputs: Inputs, point: Point, results: ResultFile, path: Path) -> No
     recorded.write(path)
 
 
-def _values(sweeps: Sequence[str]) -> Mapping[str, Sequence[float]]:
-    values: dict[str, Sequence[float]] = {}
+def _values(sweeps: Sequence[str]) -> Mapping[str, Sequence[Any]]:
+    values: dict[str, Sequence[Any]] = {}
     for text in sweeps:
         name, listed = parse_sweep(text)
         if name in values:

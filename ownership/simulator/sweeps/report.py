@@ -1,40 +1,16 @@
-"""The report of a sweep: figures over seeds, as Markdown tables."""
+"""The report of many simulations: means over seeds, and paired ratios, as Markdown tables."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hetero_connector.units import GIB
-from ownership.simulator.sweeps.running import Point
+from ownership.simulator.pairing import MEANS, BlockSums, Ratio, paired_ratio
 
-Setting = tuple[tuple[str, float], ...]
-_STUDENT = (
-    12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
-    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
-    2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
-"""97.5 % quantiles of Student's distribution for 1 to 30 degrees of freedom."""
-
-
-class Estimate(NamedTuple):
-    """A mean over seeds and half the width of its 95 % confidence interval; 0 of one seed."""
-
-    mean: float
-    half: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Estimate:
-        """Estimate from at least one value."""
-        freedom = len(values) - 1
-        if not freedom:
-            return cls(values[0], 0.0)
-        student = _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else 1.96
-        half = student * statistics.stdev(values) / math.sqrt(len(values))
-        return cls(statistics.fmean(values), half)
+Setting = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -44,28 +20,62 @@ class Row:
     policy: str
     setting: Setting
     seeds: tuple[int, ...]
-    figures: Mapping[str, Estimate]
+    figures: Mapping[str, float]
+    """Means over seeds."""
+    ratios: Mapping[str, Ratio]
+    """Figures of `MEANS` over those of the setting's first policy, on the same sessions."""
     overhead_us: float | None
     """Measured median of a decision; None: not measured."""
 
 
 def rows(results: Iterable[Mapping[str, Any]]) -> list[Row]:
     """Return a row for each policy and setting, in the order in which they come first."""
-    grouped: dict[tuple[Setting, str], list[Mapping[str, Any]]] = {}
+    settings: dict[Setting, dict[str, list[Mapping[str, Any]]]] = {}
     for result in results:
-        point = Point(**result["point"])
-        grouped.setdefault((point.setting, point.policy), []).append(result)
-    return [_row(policy, setting, found) for (setting, policy), found in grouped.items()]
+        policy = result["point"]["policy"]
+        settings.setdefault(setting_of(result["point"]), {}).setdefault(policy, []).append(result)
+    return [
+        _row(policy, setting, found, next(iter(policies.values())))
+        for setting, policies in settings.items()
+        for policy, found in policies.items()
+    ]
 
 
-def _row(policy: str, setting: Setting, found: Sequence[Mapping[str, Any]]) -> Row:
-    figures = {
-        name: Estimate.of([result["figures"][name] for result in found])
-        for name in found[0]["figures"]
-    }
+def setting_of(point: Mapping[str, Any]) -> Setting:
+    """Return the given values of a point, without policy and seed."""
+    return tuple(
+        (name, value)
+        for name, value in point.items()
+        if name not in ("policy", "seed") and value is not None
+    )
+
+
+def _row(
+    policy: str,
+    setting: Setting,
+    found: Sequence[Mapping[str, Any]],
+    reference: Sequence[Mapping[str, Any]],
+) -> Row:
+    names = [name for name in found[0]["figures"] if all(name in x["figures"] for x in found)]
+    figures = {name: statistics.fmean(x["figures"][name] for x in found) for name in names}
     decisions = [r["overhead"]["decision_p50_us"] for r in found if "overhead" in r]
     overhead_us = statistics.fmean(decisions) if decisions else None
-    return Row(policy, setting, tuple(r["point"]["seed"] for r in found), figures, overhead_us)
+    seeds = tuple(x["point"]["seed"] for x in found)
+    return Row(policy, setting, seeds, figures, _ratios(found, reference), overhead_us)
+
+
+def _ratios(
+    found: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]
+) -> dict[str, Ratio]:
+    """Compare with the reference, unless it is the same or one of both refused requests."""
+    both = [*found, *reference]
+    seeds = [[x["point"]["seed"] for x in side] for side in (found, reference)]
+    is_fair = all("blocks" in x and not x["figures"]["refused"] for x in both)
+    if found is reference or not is_fair or seeds[0] != seeds[1]:
+        return {}
+    ours, theirs = ([BlockSums(**x["blocks"]) for x in side] for side in (found, reference))
+    ratios = {name: paired_ratio(ours, theirs, name) for name in MEANS}
+    return {name: ratio for name, ratio in ratios.items() if ratio is not None}
 
 
 class Column(NamedTuple):
@@ -78,16 +88,19 @@ class Column(NamedTuple):
 
 
 COLUMNS = (
+    Column("TTFT mean, s", "ttft_mean_s", digits=3),
     Column("TTFT p50, s", "ttft_p50_s", digits=3),
     Column("TTFT p95, s", "ttft_p95_s"),
+    Column("TTFT p99, s", "ttft_p99_s"),
     Column("task mean, s", "task_mean_s", digits=1),
     Column("task p95, s", "task_p95_s", digits=1),
-    Column("task waiting, mean, s", "task_wait_mean_s", digits=1),
+    Column("task waiting, mean, s", "task_wait_mean_s", digits=2),
+    Column("task waiting over the bound", "task_wait_mean_s_over_oracle", digits=3),
     Column("task waiting, p95, s", "task_wait_p95_s", digits=1),
-    Column("step p95, s", "step_p95_s"),
-    Column("step p99, s", "step_p99_s"),
     Column("slowdown of tasks, mean", "task_slowdown_mean"),
     Column("slowdown of tasks, p99", "task_slowdown_p99"),
+    Column("step p95, s", "step_p95_s"),
+    Column("step p99, s", "step_p99_s"),
     Column("token, mean, ms", "token_mean_s", 1e3, 1),
     Column("token, p99, ms", "token_p99_s", 1e3, 1),
     Column("within objectives, %", "attained_share", 100, 1),
@@ -96,11 +109,13 @@ COLUMNS = (
     Column("refused", "refused", digits=0),
     Column("HBM per session, GiB", "hbm_gib_per_session"),
     Column("live sessions, most", "most_live_sessions", digits=0),
+    Column("sessions per GPU, 90 % within objectives", "sessions_per_gpu_90", digits=1),
+    Column("sessions per GPU, 99 % within objectives", "sessions_per_gpu_99", digits=1),
     Column("saved, M tokens", "saved_tokens", 1e-6, 1),
-    Column("duplicates", "duplicate_factor"),
     Column("network, GiB", "network_bytes", 1 / GIB, 1),
-    Column("SSD read, GiB", "ssd_read_bytes", 1 / GIB, 1),
     Column("SSD written, GiB", "ssd_written_bytes", 1 / GIB, 1),
+    Column("copies", "duplicate_factor"),
+    Column("SSD read, GiB", "ssd_read_bytes", 1 / GIB, 1),
     Column("owner hits, %", "owner_hit_rate", 100, 1),
     Column("decodes late, %", "decode_late_share", 100, 1),
     Column("busy, %", "busy_share", 100, 1),
@@ -110,60 +125,78 @@ COLUMNS = (
     Column("to pages, ms", "restore_exposed_mean_s", 1e3, 2),
     Column("preempted", "preemptions", digits=0),
 )
-"""Means are over all requests, also those without a restore."""
+"""Means are over all requests, also those without a restore. What nothing has is left out."""
 
+RATIOS = {
+    "task_wait_s": "task waiting",
+    "task_slowdown": "slowdown",
+    "ttft_s": "TTFT",
+    "attained": "within objectives",
+}
 _OVERHEAD = "decision, us (measured)"
 _NONE = "-"
 
 
-def as_markdown(rows: Sequence[Row], about: Sequence[str]) -> str:
+def as_markdown(rows: Sequence[Row], about: Sequence[str], title: str = "Simulation") -> str:
     """Return headings, the caveats and a table for each setting."""
-    lines = ["# Simulation", "", *(f"- {sentence}" for sentence in about), ""]
-    for setting, cells in _tables(rows):
-        lines += [f"## {setting}", ""]
-        lines += [f"| {' | '.join(line)} |" for line in cells]
-        lines.insert(len(lines) - len(cells) + 1, f"| --- |{' ---: |' * (len(cells[0]) - 1)}")
-        lines.append("")
+    lines = [f"# {title}", "", *(f"- {sentence}" for sentence in about), ""]
+    for heading, cells in _tables(rows):
+        lines += [f"## {heading}", "", *as_table(cells), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def as_table(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table; the first row is its heading."""
+    lines = [f"| {' | '.join(line)} |" for line in cells]
+    return [lines[0], f"| --- |{' ---: |' * (len(cells[0]) - 1)}", *lines[1:]]
 
 
 def about(results: Sequence[Mapping[str, Any]], command: str) -> list[str]:
     """Return sentences that say what the figures depend on."""
-    first = results[0]
+    models = ", ".join(dict.fromkeys(result["model"] for result in results))
     seeds = sorted({result["point"]["seed"] for result in results})
     caveats = dict.fromkeys(c for result in results for c in result["caveats"])
-    sentences = [
+    return [
         f"Command: `{command}`. The same command gives the same figures; only `{_OVERHEAD}` is "
         "measured while simulating.",
-        f"Model: {first['model']}. Inputs: {first['inputs']}. Seeds: {', '.join(map(str, seeds))}.",
+        f"Model: {models}. Inputs: {results[0]['inputs']}. Seeds: {', '.join(map(str, seeds))}.",
+        "Figures are means over seeds. Ratios are to the first policy on the same sessions, with "
+        "95 % confidence intervals (bootstrap over blocks of sessions).",
+        *caveats,
     ]
-    if len(seeds) > 1:
-        sentences.append("± is half of the 95 % confidence interval over seeds (Student).")
-    return [*sentences, *caveats]
 
 
 def _tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[list[str]]]]:
     """Yield a heading and a table for each setting: a row for a figure, a column for a policy."""
-    settings = dict.fromkeys(row.setting for row in rows)
-    for setting in settings:
+    for setting in dict.fromkeys(row.setting for row in rows):
         here = [row for row in rows if row.setting == setting]
         cells = [["figure", *(row.policy for row in here)]]
+        for name, title in RATIOS.items():
+            ratios = [told_ratio(row.ratios.get(name)) for row in here]
+            cells.append([f"{title} over {here[0].policy}", *ratios])
         for column in COLUMNS:
             found = [row.figures.get(column.figure) for row in here]
-            cells.append([column.title, *(_cell(estimate, column) for estimate in found)])
-        cells.append([_OVERHEAD, *(_measured(row.overhead_us) for row in here)])
-        named = ", ".join(f"{name} {value:g}" for name, value in setting)
-        yield named or "as recorded", cells
+            cells.append([column.title, *(_cell(value, column) for value in found)])
+        decisions = [_NONE if x.overhead_us is None else f"{x.overhead_us:.0f}" for x in here]
+        cells.append([_OVERHEAD, *decisions])
+        some = [line for line in cells if any(cell != _NONE for cell in line[1:])]
+        yield named(setting), some
 
 
-def _measured(overhead_us: float | None) -> str:
-    return _NONE if overhead_us is None else f"{overhead_us:.0f}"
+def named(setting: Setting) -> str:
+    """Return a setting as a heading."""
+    told = (f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in setting)  # fmt: skip
+    return ", ".join(told) or "as recorded"
 
 
-def _cell(estimate: Estimate | None, column: Column) -> str:
-    if estimate is None:
+def told_ratio(ratio: Ratio | None) -> str:
+    """Return a ratio with its interval, bold if that is on one side of 1."""
+    if ratio is None:
         return _NONE
-    text = f"{estimate.mean * column.scale:,.{column.digits}f}"
-    if estimate.half:
-        text += f" ± {estimate.half * column.scale:,.{column.digits}f}"
-    return text
+    text = f"{ratio.value:.3f}"
+    return f"{f'**{text}**' if ratio.is_sure else text} [{ratio.low:.3f}, {ratio.high:.3f}]"
+
+
+def _cell(value: float | None, column: Column) -> str:
+    return _NONE if value is None else f"{value * column.scale:,.{column.digits}f}"

@@ -8,11 +8,10 @@ import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args
 
 from hetero_connector.errors import SimulationError
 from hetero_connector.timeline import Timeline
@@ -20,8 +19,9 @@ from ownership.simulator.fleet_file import read_fleet
 from ownership.simulator.policies import parse_policy
 from ownership.simulator.simulate import simulate
 from ownership.simulator.traces.readers import open_trace
-from ownership.simulator.workload import Workload
+from ownership.simulator.workload import Half, Window, Workload
 
+_Point = TypeVar("_Point", bound="Point")
 RESULTS_FORMAT = 6
 """Version of the lines."""
 
@@ -37,42 +37,52 @@ class Point:
     sharing: float | None = None
     sessions: int | None = None
     seed: int = 0
+    half: Half | None = None
+    begin_s: float | None = None
+    """Begin of the window that figures are of; then its end."""
+    end_s: float | None = None
 
     @property
     def workload(self) -> Workload:
         """The changes to the trace."""
-        return Workload(self.rate, self.sharing, self.sessions, self.seed)
+        window = Window(self.begin_s or 0.0, self.end_s or math.inf)
+        return Workload(self.rate, self.sharing, self.sessions, self.seed, self.half, window)
 
     @property
     def key(self) -> str:
         """A stable text that no other point has."""
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @property
-    def setting(self) -> tuple[tuple[str, float], ...]:
-        """The given values, without policy and seed."""
-        values = asdict(self)
-        return tuple((n, values[n]) for n in _SWEPT if n != "seed" and values[n] is not None)
+        return key_of(asdict(self))
 
 
-_LEAST: Mapping[str, float] = {"workers": 1, "rate": 0, "sharing": 0, "sessions": 1, "seed": 0}
+def key_of(point: Mapping[str, Any]) -> str:
+    """Return the key of a point as it stands in a line of results."""
+    given = {name: value for name, value in point.items() if value is not None}
+    return json.dumps(given, sort_keys=True)
+
+
+_LEAST: Mapping[str, float] = {"workers": 1, "sessions": 1}
 _MOST: Mapping[str, float] = {"sharing": 1, "workers": 100_000}
 _WHOLE = {"workers", "sessions", "seed"}
+_ABOVE_0 = {"rate", "end_s"}
 _SWEPT = tuple(field.name for field in fields(Point) if field.name != "policy")
 
 
-def parse_sweep(text: str) -> tuple[str, list[float]]:
+def parse_sweep(text: str) -> tuple[str, list[Any]]:
     """Read `rate=0.1,0.2`: a field of `Point` and its values. Raises SimulationError."""
     name, _, listed = text.partition("=")
     if name not in _SWEPT:
         raise SimulationError("--sweep", f"no {name!r}; there are {', '.join(_SWEPT)}")
-    values = [_value(name, value) for value in listed.split(",")]
+    values: list[Any] = listed.split(",")
+    if name != "half":
+        values = [_value(name, value) for value in values]
+    elif not {*values} <= {*get_args(Half)}:
+        raise SimulationError("--sweep", f"{listed!r} is not first, second or both", name)
     if len(set(values)) < len(values):  # the same seed is no second sample
         raise SimulationError("--sweep", f"a value is given twice: {listed}", name)
     return name, values
 
 
-def points(policies: Sequence[str], sweeps: Mapping[str, Sequence[float]]) -> Iterator[Point]:
+def points(policies: Sequence[str], sweeps: Mapping[str, Sequence[Any]]) -> Iterator[Point]:
     """Yield all combinations, the policies of each together.
 
     Raises SimulationError for an unknown policy, one given twice, and none at all.
@@ -87,8 +97,8 @@ def points(policies: Sequence[str], sweeps: Mapping[str, Sequence[float]]) -> It
     for values in product(*(sweeps[name] for name in names)):
         for policy in policies:
             made = dict(zip(names, values, strict=True))
-            whole = {n: int(v) if n in _WHOLE else v for n, v in made.items()}
-            yield Point(policy, **whole)  # type: ignore[arg-type]
+            whole: dict[str, Any] = {n: int(v) if n in _WHOLE else v for n, v in made.items()}
+            yield Point(policy, **whole)
 
 
 def _value(name: str, text: str) -> float:
@@ -96,8 +106,8 @@ def _value(name: str, text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    good = _LEAST[name] <= value <= _MOST.get(name, 1e12)
-    if not good or (name in _WHOLE and value != int(value)) or (name == "rate" and not value):
+    good = _LEAST.get(name, 0) <= value <= _MOST.get(name, 1e12)
+    if not good or (name in _WHOLE and value != int(value)) or (name in _ABOVE_0 and not value):
         problem = f"{text!r} is no {'whole ' if name in _WHOLE else ''}number in its range"
         raise SimulationError("--sweep", problem, name)
     return value
@@ -161,8 +171,8 @@ class ResultFile:
         for number, line in enumerate(lines, 1):
             try:
                 document = json.loads(line)
-                inputs, key = document["inputs"], Point(**document["point"]).key
-            except (ValueError, KeyError, TypeError) as error:
+                inputs, key = document["inputs"], key_of(document["point"])
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 problem = f"no line of results ({error}): name another --out"
                 raise SimulationError(str(self._path), problem, line=number) from error
             if inputs != self._digest:
@@ -174,23 +184,25 @@ class ResultFile:
 
 
 def run(
-    inputs: Inputs,
-    wanted: Sequence[Point],
+    job: Callable[[_Point], Mapping[str, Any]],
+    wanted: Sequence[_Point],
     results: ResultFile,
     processes: int,
-    progress: Callable[[Point], None],
+    progress: Callable[[_Point], None],
 ) -> None:
-    """Simulate every point without a result. `progress` is called after each."""
+    """Do the job of every point without a result. `progress` is called after each.
+
+    With several processes the job has to be picklable.
+    """
     left = [point for point in wanted if point not in results]
-    for point, result in _simulated(inputs, left, processes):
+    for point, result in _done(job, left, processes):
         results.add(point, result)
         progress(point)
 
 
-def _simulated(
-    inputs: Inputs, left: Sequence[Point], processes: int
-) -> Iterator[tuple[Point, dict[str, Any]]]:
-    job = partial(simulate_point, inputs)
+def _done(
+    job: Callable[[_Point], Mapping[str, Any]], left: Sequence[_Point], processes: int
+) -> Iterator[tuple[_Point, Mapping[str, Any]]]:
     if processes == 1 or len(left) < 2:
         yield from ((point, job(point)) for point in left)
         return

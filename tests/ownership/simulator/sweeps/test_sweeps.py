@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ import pytest
 from hetero_connector.errors import SimulationError
 from hetero_connector.tools.cli import main
 from hetero_connector.tools.command import EXIT_OK, EXIT_UNUSABLE
-from ownership.simulator.sweeps import running
-from ownership.simulator.sweeps.report import Estimate, rows
+from ownership.simulator.sweeps import command
+from ownership.simulator.sweeps.report import rows
 from ownership.simulator.sweeps.running import Inputs, Point, ResultFile, parse_sweep, points
 from tests.chrome_trace import read_trace
 
@@ -70,7 +71,6 @@ def test_the_same_command_gives_the_same_numbers_in_any_number_of_processes(file
     assert len(lines(files, "one")) == 8
     table = (files / "one" / "report.md").read_text()
     assert "## rate 0.5" in table
-    assert "±" in table
     tables = [(files / out / "report.md").read_text().splitlines() for out in ("one", "two")]
     repeated = [[line for line in table if "measured" not in line] for table in tables]
     assert repeated[0] == repeated[1]
@@ -84,13 +84,13 @@ def test_finished_points_are_not_simulated_again(
     before = results.read_text()
     results.write_text(before + '{"inputs": "torn')  # as a kill leaves it
     ran: list[Point] = []
-    original = running.simulate_point
+    original = command.simulate_point
 
     def counted(inputs: Inputs, point: Point) -> dict[str, object]:
         ran.append(point)
         return original(inputs, point)
 
-    monkeypatch.setattr(running, "simulate_point", counted)
+    monkeypatch.setattr(command, "simulate_point", counted)
     assert simulated(files, "--policies", "colocated", "--sweep", "rate=1,2,4") == EXIT_OK
     assert [point.rate for point in ran] == [4.0]
     assert results.read_text().startswith(before)
@@ -118,6 +118,8 @@ def test_results_of_other_inputs_are_not_mixed(
         (["--sweep", "sharing=2"], "--sweep: sharing: '2' is no number"),
         (["--sweep", "seed=0.5"], "--sweep: seed: '0.5' is no whole number"),
         (["--sweep", "rate=1", "--sweep", "rate=2"], "--sweep: rate: given twice"),
+        (["--sweep", "half=third"], "--sweep: half: 'third' is not first, second"),
+        (["--sweep", "end_s=0"], "--sweep: end_s: '0' is no number"),
         (["--sweep", "sharing=0.5"], "add --sweep rate="),
         (["--sweep", "seed=0,1,0"], "--sweep: seed: a value is given twice: 0,1,0"),
         (["--sweep", "rate=1,1.0"], "--sweep: rate: a value is given twice"),
@@ -164,16 +166,38 @@ def test_points_are_all_combinations() -> None:
 
 
 def test_figures_are_means_over_seeds() -> None:
-    assert Estimate.of([3.0]) == (3.0, 0.0)
-    mean, half = Estimate.of([1.0, 2.0, 3.0])
-    assert (mean, half) == (2.0, pytest.approx(4.303 / 3**0.5))
     results = [
         {"point": {"policy": "a", "seed": seed, "rate": 1.0}, "figures": {"x": seed},
          "overhead": {"decision_p50_us": 5.0}}
         for seed in (1, 3)
     ]  # fmt: skip
     (row,) = rows(results)
-    assert (row.seeds, row.setting, row.figures["x"].mean) == ((1, 3), (("rate", 1.0),), 2.0)
+    assert (row.seeds, row.setting, row.figures["x"]) == ((1, 3), (("rate", 1.0),), 2.0)
+
+
+def test_policies_are_compared_with_the_first_on_the_same_sessions(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = [
+        {"timestamp": 50 * i, "input_length": 4_000, "output_length": 40,
+         "hash_ids": [i % 5, *range(100 * i, 100 * i + 7)]}
+        for i in range(90)
+    ]  # fmt: skip
+    (files / "chat.jsonl").write_text("\n".join(map(json.dumps, text)))
+    assert simulated(files, "--policies", "colocated,ownerserve,colocated+ttft=0.01") == EXIT_OK
+    table = capsys.readouterr().out.splitlines()
+    (cells,) = [line.split(" | ") for line in table if line.startswith("| task waiting over")]
+    assert cells[1] == "-"  # the reference itself
+    assert re.fullmatch(r"\**0\.\d+\**  ?\[0\.\d+, \d\.\d+\]", cells[2].replace("] ", "]"))
+    assert cells[3] == "- |"  # it refused requests
+
+
+def test_the_second_half_and_a_window_are_simulated(files: Path) -> None:
+    for out, more in (("whole", []), ("half", ["half=second"]), ("late", ["begin_s=2"])):
+        sweeps = [word for text in more for word in ("--sweep", text)]
+        assert simulated(files, "--policies", "colocated", *sweeps, out=out) == EXIT_OK
+    requests = [lines(files, out)[0]["figures"]["requests"] for out in ("whole", "half", "late")]  # type: ignore[index]
+    assert requests == [12, 6, 7]
 
 
 def test_a_file_of_results_keeps_what_others_asked_for(tmp_path: Path) -> None:
