@@ -199,6 +199,11 @@ class ArtifactStore:
         self._check_open()
         return self.catalog.missing(chunk, state_types)
 
+    def known(self, keys: Iterable[ChunkKey]) -> list[ChunkRange]:
+        """Return the chunks of these names that are stored or being saved. Takes no lock."""
+        nodes = map(self.catalog.tiers.index.nodes.get, keys)
+        return [node.chunk for node in nodes if node is not None]
+
     def note_changes(self) -> None:
         """Note from now on which chunks change, for `take_changed`. Costs nothing before."""
         with self.catalog.locked():

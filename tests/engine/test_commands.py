@@ -16,6 +16,7 @@ import pytest
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.scheduler import commands as module
+from hetero_connector.engine.scheduler import session_book
 from hetero_connector.engine.scheduler.block_events import EventGroup
 from hetero_connector.engine.scheduler.clearings import Clearings
 from hetero_connector.engine.scheduler.commands import pack_tokens
@@ -27,6 +28,7 @@ from hetero_connector.errors import CommandError, StoreError
 from hetero_connector.spec import ModelSpec, StateType
 from tests.engine.fakes import HYBRID, FakeRequest
 from tests.engine.stepped import Engine, tokens
+from tests.interleaving import try_every_switch
 from tests.store.filling import until
 
 Start = Callable[..., Engine]
@@ -103,6 +105,25 @@ def test_a_cleared_session_leaves_what_others_share_with_it(start: Start) -> Non
     assert stored(engine, other) == 256
     with pytest.raises(CommandError, match="no such session"):
         do(engine, "clear", session="one")
+
+
+@pytest.mark.parametrize("turns", [3, 40])
+@pytest.mark.parametrize("rewrites", [False, True])
+def test_a_cleared_session_of_many_turns_leaves_nothing(
+    start: Start, turns: int, rewrites: bool
+) -> None:
+    """Each turn's last chunk is short; the next turn goes on before it, or rewrites some more."""
+    engine = start(dram_bytes=8 << 20)
+    prompt = tokens(80)
+    for number in range(turns):
+        engine.run(FakeRequest(f"r{number}", list(prompt), session_id="s"))
+        kept = len(prompt) - 70 * (rewrites and number % 3 == 2)
+        prompt = prompt[:kept] + tokens(80, seed=1000 + number)
+    engine.admit(FakeRequest("aborted", list(prompt), session_id="s"))
+    engine.finish(engine.requests["aborted"])
+    assert len(list(engine.store.catalog.tiers.index.artifacts())) > turns
+    do(engine, "clear", session="s")
+    assert not list(engine.store.catalog.tiers.index.artifacts())
 
 
 def test_a_session_is_named_by_its_id_and_salt_or_by_its_digest(start: Start) -> None:
@@ -457,8 +478,6 @@ def test_the_status_says_where_sessions_are_and_not_who_they_are(
 
 
 def test_the_book_keeps_the_newest_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hetero_connector.engine.scheduler import session_book
-
     monkeypatch.setattr(session_book, "_CAPACITY", 3)
     book = SessionBook()
     for session in (1, 2, 3, 1, 4):
@@ -469,6 +488,45 @@ def test_the_book_keeps_the_newest_sessions(monkeypatch: pytest.MonkeyPatch) -> 
     assert record.turns == 2
     book.on_turn_end(2, (), 5, None)
     assert book.find(2) is None
+
+
+def test_a_session_that_is_cleared_while_its_turn_is_noted_is_gone_or_noted_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session_book, "_CAPACITY", 1)
+
+    def prepare() -> tuple[Callable[[], object], Callable[[], object]]:
+        book = SessionBook()
+        book.on_turn_start(1, b"")
+
+        def turn() -> None:
+            book.on_turn_end(1, (), 5, None)
+            book.on_turn_start(2, b"")
+            assert [session for session, _ in book.newest()] in ([2], [])
+
+        return turn, book.clear
+
+    assert try_every_switch(prepare, session_book) > 20
+
+    def prepare_end() -> tuple[Callable[[], object], Callable[[], object]]:
+        book = SessionBook()
+        book.on_turn_start(1, b"")
+        cleared = []
+
+        def clear() -> None:
+            book.forget(1)
+            cleared.append(1)
+
+        def end() -> None:
+            was_cleared = bool(cleared)
+            book.on_turn_end(1, (), 5, None)
+            assert not (was_cleared and book.find(1))
+            cleared_by_now = bool(cleared)
+            assert not (cleared_by_now and book.find(1)), "a cleared session is back"
+
+        return end, clear
+
+    assert try_every_switch(prepare_end, session_book) > 5
 
 
 def fill(engine: Engine, name: str, requests: int = 12) -> None:

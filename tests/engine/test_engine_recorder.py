@@ -134,4 +134,5 @@ def test_a_recorder_that_fails_loses_no_load_and_no_report(
     assert len(meta.loads) == 1
     with pytest.raises(RuntimeError):  # which the connector counts
         engine.report(meta)
+    assert engine.store.flush(20), "writes use artifacts, too"
     assert in_use(engine) == []

@@ -180,6 +180,15 @@ def test_a_client_that_reads_slowly_holds_no_place_for_long(
         server.close()
 
 
+@pytest.mark.parametrize("count", [0, 1, 256, 257, 5_000])
+def test_a_long_answer_is_encoded_in_parts_between_which_other_threads_run(count: int) -> None:
+    rows = [{"name": 'a"b', "at": [number, None]} for number in range(count)]
+    for answer in ({}, {"rows": rows}, {"is_complete": True, "rows": rows, "none": None, "x": {}}):
+        parts = list(status_socket._encode(answer))
+        assert json.loads("".join(parts)) == answer
+        assert max(map(len, parts)) <= 256 * len(json.dumps(rows[-1:]))
+
+
 def test_what_is_no_socket_of_an_engine_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -241,9 +241,9 @@ class ParamsReader:
     ) -> None:
         if len(self.warned) >= _MAX_WARNINGS:
             return
-        unknown = [(name, False) for name in params if name not in _OUTSIDE][:_MAX_NAMES]
-        unknown += [(name, True) for name in own if name not in _INSIDE][:_MAX_NAMES]
-        for name, is_own in unknown:
+        outside = ((name, False) for name in params if name not in _OUTSIDE)
+        inside = ((name, True) for name in own if name not in _INSIDE)
+        for name, is_own in (*islice(outside, _MAX_NAMES), *islice(inside, _MAX_NAMES)):
             shown = str(name)[:_MAX_SHOWN]
             if (shown, is_own) not in self._met:
                 self._met[shown, is_own] = None

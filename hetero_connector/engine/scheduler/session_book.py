@@ -7,15 +7,18 @@ chosen by clients and are not kept; digests name them.
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.record import ChunkKey
 
 _CAPACITY = 4_096
-_MAX_LEAVES = 64
+_MAX_LEAVES = 1_024
+"""Earlier ends among them are stored chunks, of which a tier has room for so many."""
 
 
 def tenant_of(salt: str | None) -> bytes:
@@ -44,7 +47,7 @@ class SessionRecord:
 
     tenant: bytes
     leaves: tuple[ChunkKey, ...] = ()
-    """The chunks at which its chains may end, deepest first; then those of earlier turns."""
+    """The chunks at which its chain may end, deepest first; then the ends of earlier chains."""
     tokens: int = 0
     turns: int = 0
     ended: float | None = None
@@ -63,26 +66,28 @@ class SessionBook:
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
+        """Held while a record is changed."""
         self._records: dict[Hashable, SessionRecord] = {}
         """By session, the latest turn last."""
 
     def on_turn_start(self, session: Hashable, tenant: bytes, model: str = "") -> None:
         """Note a request of the session; `model`: the name of its adapter, if it has one."""
-        before = self._records.pop(session, None) or SessionRecord(tenant)
-        self._records[session] = replace(
-            before,
-            turns=before.turns + 1,
-            ended=None,
-            expected_s=None,
-            models=before.models | {model},
-        )
-        if len(self._records) > _CAPACITY:
-            del self._records[next(iter(self._records))]
+        with self._lock:
+            before = self._records.pop(session, None) or SessionRecord(tenant)
+            self._records[session] = replace(
+                before,
+                turns=before.turns + 1,
+                ended=None,
+                expected_s=None,
+                models=before.models | {model},
+            )
+            if len(self._records) > _CAPACITY:
+                del self._records[next(iter(self._records))]
 
     def on_fork(self, session: Hashable, parent: Hashable) -> None:
         """Note that the session goes on from the chain of another."""
-        if before := self._records.get(session):
-            self._records[session] = replace(before, parent=parent)
+        self._change(session, parent=parent)
 
     def on_turn_end(
         self,
@@ -92,14 +97,9 @@ class SessionBook:
         expected_s: tuple[float, float] | None,
     ) -> None:
         """Note the end of a request: the session's chain has so many tokens now."""
-        if before := self._records.get(session):
-            self._records[session] = replace(
-                before,
-                leaves=tuple(dict.fromkeys((*leaves, *before.leaves)))[:_MAX_LEAVES],
-                tokens=tokens,
-                ended=time.time(),
-                expected_s=expected_s,
-            )
+        leaves = tuple(dict.fromkeys(leaves))[:_MAX_LEAVES]
+        now = time.time()
+        self._change(session, leaves=leaves, tokens=tokens, ended=now, expected_s=expected_s)
 
     def newest(self) -> list[tuple[Hashable, SessionRecord]]:
         """Return all sessions, the one with the latest turn first."""
@@ -111,11 +111,18 @@ class SessionBook:
 
     def forget(self, session: Hashable) -> None:
         """Drop a session whose chain was cleared."""
-        self._records.pop(session, None)
+        with self._lock:
+            self._records.pop(session, None)
 
     def clear(self) -> None:
         """Drop all: everything stored was forgotten."""
-        self._records.clear()
+        with self._lock:
+            self._records.clear()
+
+    def _change(self, session: Hashable, **fields: Any) -> None:
+        with self._lock:
+            if before := self._records.get(session):
+                self._records[session] = replace(before, **fields)
 
 
 def _digest(text: bytes) -> bytes:

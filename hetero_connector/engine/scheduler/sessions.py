@@ -101,7 +101,8 @@ class Sessions:
         known = min(tracker.chain.num_tokens, computed)
         leaves = self._leaves(tracker, known)
         window_s = None if expected is None else (expected.earliest_s, expected.latest_s)
-        self.book.on_turn_end(session, leaves, known, window_s)
+        earlier = self._earlier_ends(tracker, session, known)
+        self.book.on_turn_end(session, (*leaves, *earlier), known, window_s)
         self._limit_lives(tracker)
         if params.end_session:
             self._end(session, leaves)
@@ -173,6 +174,16 @@ class Sessions:
         size, prompt = self._layout.chunk_tokens, min(known, tracker.request.num_prompt_tokens)
         ends = {known - known % self._model.alignment, known - known % size, prompt - prompt % size}
         return tuple(tracker.chain.ending_at(end).key for end in sorted(ends, reverse=True) if end)
+
+    def _earlier_ends(
+        self, tracker: RequestTracker, session: Hashable, known: int
+    ) -> Iterator[ChunkKey]:
+        """Yield where the session's chains ended before, if this one does not go on from there."""
+        size, record = self._layout.chunk_tokens, self.book.find(session)
+        for chunk in self._store.known(record.leaves if record else ()):
+            is_full = chunk.end <= known and chunk.end % size == 0
+            if not is_full or tracker.chain.ending_at(chunk.end).key != chunk.key:
+                yield chunk.key
 
     def _stage_s(self, tokens: int) -> float:
         """Return the predicted seconds to stage all state of `tokens` tokens from SSD."""

@@ -41,6 +41,7 @@ from hetero_connector.store.ssd.private_files import (
     PRIVATE_MODE,
     make_private,
     others_can_replace,
+    sync_folder,
 )
 from hetero_connector.store.ssd.space import (
     JOURNAL_NAME,
@@ -271,8 +272,8 @@ class SsdDirectory:
         self._open_slab(root)
         if not self.direct:
             self._warn(f"{self.path} has no O_DIRECT: the page cache will hold the slab, too")
-        _sync_directory(self.path)
-        _sync_directory(root)  # in which the directory itself is an entry
+        sync_folder(self.path)
+        sync_folder(root)  # in which the directory itself is an entry
 
     def replace_journal(self) -> None:
         """Move the journal aside, because it is damaged, and begin an empty one."""
@@ -392,13 +393,3 @@ def _explain(error: OSError, root: Path) -> ConfigError | StoreError:
             "ssd_dir", f"{root} cannot be written ({error}); choose a directory that can be"
         )
     return StoreError(f"{root} cannot be used as ssd_dir: {error}")
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        # Some filesystems cannot sync a directory; they order their metadata themselves.
-        with contextlib.suppress(OSError):
-            os.fsync(fd)
-    finally:
-        os.close(fd)

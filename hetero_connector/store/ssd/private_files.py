@@ -15,6 +15,8 @@ PRIVATE_DIRECTORY_MODE = 0o700
 PRIVATE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 """No symbolic links: one at our path would let another user choose where we write."""
 _OTHERS = 0o077
+_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EISDIR}
+"""Some filesystems cannot sync a directory; they order their metadata themselves."""
 
 
 def create_private(path: Path) -> None:
@@ -55,6 +57,9 @@ def sync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
     finally:
         os.close(fd)
 
