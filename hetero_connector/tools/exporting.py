@@ -66,7 +66,7 @@ class ExportReport:
     """The number that an earlier export to the same target did not have."""
     new_bytes: int = 0
     replaced: int = 0
-    """Artifacts that a running engine evicted while they were read; they are not in it."""
+    """Artifacts that a running engine evicted or forgot meanwhile; they are not in it."""
     bad: list[BadArtifact] = field(default_factory=list)
     """Damaged artifacts; they are not in it."""
 
@@ -122,7 +122,7 @@ class _Export:
                 if place is not None:
                     artifacts.append(_exported(row, *place))
             writer.finish()
-        self._tell_damaged()
+        artifacts = self._still_stored(artifacts)
         if _generation(self._path) != self._generation:
             raise StoreError(f"{self._path} was reset while it was exported: export it again")
         # Late: a salt that was cleared meanwhile is not found in the copy either.
@@ -213,10 +213,11 @@ class _Export:
         self._report.new_bytes += row.size_bytes
         return writer.add(data)
 
-    def _tell_damaged(self) -> None:
-        """Tell what was damaged from what an engine has replaced: its row is gone."""
-        if not self._mismatches:
-            return
+    def _still_stored(self, artifacts: Sequence[ExportedArtifact]) -> list[ExportedArtifact]:
+        """Leave out what an engine has evicted meanwhile, or cleared: its row is gone.
+
+        That also tells what was damaged from what was replaced.
+        """
         journal = Journal.open_copy(self._path / JOURNAL_NAME, check=False)
         try:
             for row in self._mismatches:
@@ -225,8 +226,11 @@ class _Export:
                     self._report.replaced += 1
                 else:
                     self._report.bad.append(_bad(row, "its bytes do not match its checksum"))
+            kept = [x for x in artifacts if journal.find(x.id) is not None]
         finally:
             journal.close()
+        self._report.replaced += len(artifacts) - len(kept)
+        return kept
 
     def _copy_learned(self) -> None:
         """Copy what was learned, if it can be read; `inspect` says why if not."""
@@ -285,7 +289,7 @@ def as_text(report: ExportReport) -> str:
         f"{size_text(report.new_bytes)}"
     ]
     if report.replaced:
-        lines.append(f"  left out {report.replaced:,} that the running engine replaced meanwhile")
+        lines.append(f"  left out {report.replaced:,} that the running engine forgot meanwhile")
     lines += [f"  BAD {bad.state_type} {bad.id}: {bad.reason}" for bad in report.bad]
     if report.bad:
         lines.append("  left out; `heterocache verify --repair` removes them from the store, too")

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +243,21 @@ def test_a_directory_in_use_can_be_exported(source: Path, target: Path) -> None:
     report = exporting.export_model(source / NAME, target / NAME, replace_one)
     directory.close()
     assert (report.artifacts, report.replaced, report.bad) == (8, 1, [])
+
+
+def test_what_is_cleared_while_it_is_exported_is_not_in_it(source: Path, target: Path) -> None:
+    """The engine has not used its slot again, so the bytes are still there."""
+    directory = open_directory(source)
+    rows = list(directory.journal.load())
+
+    def clear_after(rows_to_read: list[JournalRow]) -> Iterator[JournalRow]:
+        yield from rows_to_read
+        directory.journal.forget([rows[-1].id])
+
+    report = exporting.export_model(source / NAME, target / NAME, clear_after)
+    directory.close()
+    assert (report.artifacts, report.replaced, report.bad) == (len(rows) - 1, 1, [])
+    assert rows[-1].id not in {x.id for x in ExportIndex.read(target / NAME).artifacts}
 
 
 def test_a_reset_while_it_is_exported_ends_the_export(source: Path, target: Path) -> None:
