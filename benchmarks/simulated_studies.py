@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ownership.scheduling.registry import POOLED
 from ownership.simulator.sweeps.running import Point
 
 DENSE, HYBRID = "llama-3.1-8b", "deepseek-v4-flash"
@@ -55,15 +56,32 @@ class Study:
     ssd_gib: float = 2048.0
 
     def points(self, scale: float = 1.0) -> Iterator[StudyPoint]:
-        """Every simulation; `scale`: of the numbers of sessions."""
+        """Every simulation; `scale`: of the numbers of sessions.
+
+        Policies that need two pools are simulated with each of `PREFILL_SHARES`.
+        """
         for setting in self.settings:
             number = max(4, int(scale * setting.sessions))
             for seed in SEEDS:
-                for policy in self.policies:
+                for policy in placed(self.policies, setting.workers):
                     yield StudyPoint(
                         policy, setting.workers, setting.rate, setting.sharing, number, seed,
                         study=self.name,
                     )  # fmt: skip
+
+
+PREFILL_SHARES = (0.25, 0.5, 0.75)
+"""Shares of the workers that are the prefill pool."""
+
+
+def placed(policies: Sequence[str], workers: int) -> Iterator[str]:
+    """Yield the policies, those of two pools with each number of prefill workers or not at all."""
+    pools = sorted({max(1, round(share * workers)) for share in PREFILL_SHARES})
+    for policy in policies:
+        if not POOLED.get(policy.partition("+")[0]):
+            yield policy
+            continue
+        yield from (f"{policy}+prefillers={number}" for number in pools if number < workers)
 
 
 AGENTS_A_WORKER_S = 0.05

@@ -82,6 +82,7 @@ class StaticPd(Baseline):
 class RoundRobinPd:
     """Use the workers of the two pools in turn, as vLLM's example proxies do.
 
+    Where one worker is in both pools, another one prefills for it, as far as there is another.
     Source: `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py` in vLLM.
     """
 
@@ -94,7 +95,9 @@ class RoundRobinPd:
         prefillers = accepting_workers(pricing, fleet.prefill_pool)
         decoders = accepting_workers(pricing, fleet.decode_pool)
         turn, self._turn = self._turn, self._turn + 1
-        route = Route(decoders[turn % len(decoders)], prefillers[turn % len(prefillers)])
+        decode = decoders[turn % len(decoders)]
+        others = [worker for worker in prefillers if worker != decode] or [decode]
+        route = Route(decode, others[turn % len(others)])
         return self.base.decision(step, fleet, pricing, route)
 
 

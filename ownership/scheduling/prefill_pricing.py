@@ -65,8 +65,10 @@ class PrefillPricing:
         self._in_hbm, self.readable, self._on_ssd = self._prefixes(step, fleet)
         self.resident: Floats = np.maximum(self._in_hbm, self.readable)
         """`[workers]`: tokens that each has in HBM or DRAM."""
-        needed = page_bytes * (self._tokens + step.output_tokens)
-        self.queue_s = self._queued() + self._page_wait(needed)
+        prompt_bytes = page_bytes * self._tokens
+        self.queue_s = self._queued() + self._page_wait(
+            prompt_bytes, prompt_bytes + page_bytes * step.output_tokens
+        )
         self._depths = _DEPTHS if step.prefixes else 1
         self.resume = self._resume()
         """`[rows, workers]`: the token from which the engine computes."""
@@ -232,8 +234,10 @@ class PrefillPricing:
         queued_s: Floats = steps * table.step_s + table.queued_tokens * table.token_s
         return queued_s
 
-    def _page_wait(self, needed_bytes: float) -> Floats | float:
+    def _page_wait(self, prompt_bytes: float, needed_bytes: float) -> Floats | float:
         """Return `[workers]`: seconds until there are enough pages; infinite if there never are.
+
+        The answer's length is only expected: a prompt that fits alone is not given up for it.
 
         Pages that are cached and not in use are free, this prompt's prefix included. By Little's
         law, running requests free used bytes / residence per second.
@@ -243,5 +247,6 @@ class PrefillPricing:
         if free.min() >= needed_bytes:
             return 0.0
         released_s = table.residence_s / np.maximum(table.hbm_used, 1.0)
-        waited_s = np.maximum(needed_bytes - free, 0.0) * released_s
-        return np.where(needed_bytes > table.hbm_bytes, np.inf, waited_s)
+        wanted = np.minimum(needed_bytes, table.hbm_bytes)
+        waited_s = np.maximum(wanted - free, 0.0) * released_s
+        return np.where(prompt_bytes > table.hbm_bytes, np.inf, waited_s)

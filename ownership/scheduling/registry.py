@@ -22,6 +22,13 @@ POLICIES: Mapping[str, Callable[[random.Random], SchedulingPolicy]] = {
 }
 """Each with its defaults. Policies that draw use the generator they are given."""
 
+POOLED: Mapping[str, bool] = {
+    "static_pd": True,
+    "round_robin_pd": True,
+    "conductor": True,
+}
+"""The policies that send prefills and decodes to pools by role; True: they need both."""
+
 DEFAULT_POLICY = "ownerserve"
 
 

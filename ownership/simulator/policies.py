@@ -10,9 +10,10 @@ from typing import Any, get_args
 from hetero_connector.errors import SimulationError
 from hetero_connector.planner.planner import Mode
 from ownership.scheduling.admission import GatedPolicy, TtftObjective
+from ownership.scheduling.fleet import Role
 from ownership.scheduling.ownerserve import OwnerServe
 from ownership.scheduling.policy import SchedulingPolicy
-from ownership.scheduling.registry import POLICIES, scheduling_policy
+from ownership.scheduling.registry import POLICIES, POOLED, scheduling_policy
 from ownership.simulator.machine.worker import CachePolicy, WorkerSpec
 from ownership.simulator.state.memory import EVICTIONS
 
@@ -32,9 +33,12 @@ class PolicySpec:
     """`typed`; `paged`: the dense baseline, every layer keeps the pages of all tokens."""
     answers: str = "lost"
     """`lost`; `kept`: the state of decoded tokens is kept if a later prompt can begin with them."""
-    peers: str = "named"
-    """`named`: engines read from the peer that the scheduling policy names; `any`: from the peer
-    that has most of what their planner wants."""
+    peers: str = "any"
+    """`any`: engines read from the peer that has most of what their planner wants, unless the
+    scheduling policy names one; `named`: only from a peer that it names."""
+    prefillers: int | None = None
+    """So many workers are the prefill pool and the others the decode pool; None: by the fleet's
+    roles. Only for policies with pools."""
     handoffs: str = "chunks"
     """`chunks`: a remote prefill is handed off at the end of its last full chunk; `tokens`: at its
     last token or just before, as engines do (`ModelSpec.handoff_end`)."""
@@ -52,10 +56,27 @@ class PolicySpec:
             return policy
         return GatedPolicy(policy, TtftObjective(self.ttft_objective_s))
 
-    def limited(self, workers: Sequence[WorkerSpec]) -> list[WorkerSpec]:
-        """Return the workers with only the tiers that the policy uses."""
+    def workers(self, fleet: Sequence[WorkerSpec]) -> list[WorkerSpec]:
+        """Return a fleet's workers with the roles and only the tiers that the policy uses.
+
+        Raises SimulationError if the policy needs two pools and there is none or only one.
+        """
         without = {"all": {}, "dram": {"ssd": 0}, "gpu": {"ssd": 0, "dram": 0}}[self.tiers]
-        return [replace(w, capacity=replace(w.capacity, **without)) for w in workers]
+        found = [replace(w, capacity=replace(w.capacity, **without)) for w in fleet]
+        if self.prefillers is not None:
+            if not self.prefillers < len(found):
+                problem = f"{self.prefillers} of {len(found)} workers leaves none to decode"
+                raise SimulationError(f"policy {self.text!r}", problem, "prefillers")
+            pools = [Role.PREFILL] * self.prefillers + [Role.DECODE] * (
+                len(found) - self.prefillers
+            )
+            found = [replace(w, role=role) for w, role in zip(found, pools, strict=True)]
+        if POOLED.get(self.scheduling) and len({worker.role for worker in found}) == 1:
+            problem = (
+                "needs workers of two roles: set role in the fleet's file, or add +prefillers=N"
+            )
+            raise SimulationError(f"policy {self.text!r}", problem)
+        return found
 
 
 def parse_policy(text: str) -> PolicySpec:
@@ -73,6 +94,9 @@ def parse_policy(text: str) -> PolicySpec:
     if spec.copies is not None and scheduling != "ownerserve":
         problem = f"{scheduling} has no price of copies, only ownerserve has"
         raise SimulationError(f"policy {text!r}", problem, "copies")
+    if spec.prefillers is not None and scheduling not in POOLED:
+        problem = f"{scheduling} has no pools; {', '.join(POOLED)} have"
+        raise SimulationError(f"policy {text!r}", problem, "prefillers")
     return spec
 
 
@@ -117,6 +141,13 @@ def _above_0(text: str, name: str, value: str) -> float:
     return number
 
 
+def _whole(text: str, name: str, value: str) -> int:
+    if not value.isdecimal() or not 0 < int(value) < _LIMIT:
+        problem = f"{value!r} is no whole number above 0"
+        raise SimulationError(f"policy {text!r}", problem, name)
+    return int(value)
+
+
 _OPTIONS: dict[str, Callable[[str, str, str], object]] = {
     "checkpoints": _checkpoints,
     "eviction": _one_of(*EVICTIONS),
@@ -124,7 +155,8 @@ _OPTIONS: dict[str, Callable[[str, str, str], object]] = {
     "tiers": _one_of("all", "dram", "gpu"),
     "state": _one_of("typed", "paged"),
     "answers": _one_of("lost", "kept"),
-    "peers": _one_of("named", "any"),
+    "peers": _one_of("any", "named"),
+    "prefillers": _whole,
     "handoffs": _one_of("chunks", "tokens"),
     "copies": _above_0,
     "ttft": _above_0,

@@ -64,7 +64,7 @@ class FleetSimulation:
                 spec, self.loop, shape, policy.cache, fleet.limits, table, owners,
                 self._on_finished, self._on_prefilled,
             )
-            for spec in policy.limited(fleet.workers)
+            for spec in policy.workers(fleet.workers)
         }  # fmt: skip
         self._recording = recording
         if recording is not None:

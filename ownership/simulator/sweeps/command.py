@@ -15,6 +15,7 @@ from rich.progress import Progress
 from hetero_connector.errors import SimulationError
 from hetero_connector.timeline import Timeline
 from ownership.simulator.fleet_file import FleetSpec, read_fleet
+from ownership.simulator.policies import parse_policy
 from ownership.simulator.simulate import chunk_tokens_of
 from ownership.simulator.sweeps.report import about, as_markdown, rows
 from ownership.simulator.sweeps.running import (
@@ -46,8 +47,9 @@ def sweep(
     if timeline is not None and len(wanted) > 1:
         raise SimulationError("--timeline", "records one simulation: give one policy and no sweep")
     fleet = read_fleet(inputs.fleet)
-    for size in {point.workers for point in wanted} - {None}:
-        fleet.of_size(size or 0)
+    for point in wanted:
+        sized = fleet if point.workers is None else fleet.of_size(point.workers)
+        parse_policy(point.policy).workers(sized.workers)
     _check_trace(inputs, wanted, fleet)
     out.mkdir(parents=True, exist_ok=True)
     results = ResultFile(out / "results.jsonl", inputs.digest())

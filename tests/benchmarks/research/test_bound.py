@@ -28,6 +28,7 @@ from tests.ownership.simulator.small_fleets import (
     fleet,
     prompt,
     trace_of,
+    with_pools,
 )
 
 ROLES = (Role.PREFILL, Role.DECODE, Role.BOTH)
@@ -59,7 +60,8 @@ def test_no_policy_beats_the_oracle(
     gib = 40 * GIB if ample else (6 * GIB if model == DENSE else GIB // 2)
     capacity = TierBytes(gib, gib // 2, gib)
     spec = fleet(workers, model, capacity, roles=ROLES[:workers])
-    check(agents(5, rate, seed), spec, f"{scheduling}+eviction={eviction}{options}")
+    policy = with_pools(f"{scheduling}+eviction={eviction}{options}", workers)
+    check(agents(5, rate, seed), spec, policy)
 
 
 def test_one_request_on_its_own_reaches_the_bound() -> None:

@@ -27,6 +27,7 @@ from tests.ownership.simulator.small_fleets import (
     fleet,
     prompt,
     trace_of,
+    with_pools,
 )
 
 
@@ -123,7 +124,8 @@ def test_no_policy_beats_the_bound_in_a_rush(
 ) -> None:
     capacity = AMPLE if ample else TierBytes(3 * GIB, GIB, 4 * GIB)
     decode = DECODE._replace(context_s=context_s)
-    check(trace, fleet(workers, capacity=capacity, cost_model=costs(decode=decode)), policy)
+    spec = fleet(workers, capacity=capacity, cost_model=costs(decode=decode))
+    check(trace, spec, with_pools(policy, workers))
 
 
 @settings(max_examples=15)
@@ -136,7 +138,7 @@ def test_no_policy_beats_the_bound_in_a_rush(
 def test_no_policy_beats_the_bound_when_all_sessions_begin_at_once(
     seed: int, model: str, policy: str, options: str
 ) -> None:
-    check(agents(8, 20.0, seed), fleet(1, model), policy + options)
+    check(agents(8, 20.0, seed), fleet(1, model), with_pools(policy + options, 1))
 
 
 def test_with_many_requests_the_bound_is_above_that_of_each_alone() -> None:

@@ -119,6 +119,20 @@ def test_round_robin_pd_takes_the_workers_of_each_pool_in_turn() -> None:
     assert taken == [("p1", "d1"), ("p2", "d2"), ("p1", "d1")]
 
 
+@given(found=workers(), asked=st.lists(steps(), min_size=1, max_size=9))
+def test_round_robin_pd_prefills_at_another_worker_than_it_decodes(
+    found: list[WorkerView], asked: list[Step]
+) -> None:
+    """It decodes where it prefills only if the prefill pool has no other that accepts."""
+    policy, fleet = RoundRobinPd(), FleetView(BYTE_A_TOKEN, found)
+    names = [fleet.names[i] for i in fleet.prefill_pool]
+    accepting = {x.name for x in found if x.load.accepting}
+    pool = accepting & set(names) or accepting
+    for step in asked:
+        prefill, decode = where(policy, step, fleet)
+        assert prefill != decode or pool == {decode}
+
+
 def test_prefix_aware_takes_a_long_prefix_while_loads_are_balanced() -> None:
     """400 of 1,000 tokens match at b, over 0.3: b, though a is idle. 300 do not decide."""
     fleet = fleet_of(worker("a"), worker("b", WorkerLoad(running_requests=64)))

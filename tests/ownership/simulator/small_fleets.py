@@ -19,6 +19,7 @@ from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.presets import PRESETS
 from ownership.scheduling.fleet import Role
+from ownership.scheduling.registry import POOLED
 from ownership.simulator.fleet_file import FleetSpec
 from ownership.simulator.machine.engine import EngineLimits
 from ownership.simulator.machine.worker import WorkerSpec
@@ -76,6 +77,15 @@ def fleet(
         WorkerSpec(f"w{i}", found, capacity, roles[i] if roles else Role.BOTH) for i in range(count)
     )
     return FleetSpec("test", model, preset(model), workers, limits, {}, chunk_tokens)
+
+
+def with_pools(policy: str, workers: int) -> str:
+    """Give a policy the pools that it needs; one worker has none, so there it is `colocated`."""
+    name, _, options = policy.partition("+")
+    if not POOLED.get(name):
+        return policy
+    pools = f"{name}+prefillers={workers // 2}" if workers > 1 else "colocated"
+    return f"{pools}+{options}" if options else pools
 
 
 @cache

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -101,14 +102,22 @@ def test_the_simulated_tables_are_what_they_were(workload: str, policy: str) -> 
     found = results(workload, policy)
     assert found.keys() == golden.keys()
     for name, value in golden.items():
-        if isinstance(value, float):
-            assert found[name] == pytest.approx(value, rel=1e-8), name
-        else:
-            assert found[name] == value, name
+        assert found[name] == same_as(value), name
+
+
+def same_as(value: Any) -> Any:
+    """Return what equals a value of the table: itself, or seconds to eight digits."""
+    return pytest.approx(value, rel=1e-8) if isinstance(value, float) else value
 
 
 def main() -> None:
+    """Write the tables; values that are the same stay as they are, digit by digit."""
+    golden = json.loads(GOLDEN.read_text())
     tables = {w: {p: results(w, p) for p in sorted(POLICIES)} for w in WORKLOADS}
+    for workload, policy in product(WORKLOADS, sorted(POLICIES)):
+        table = tables[workload][policy]
+        before = golden.get(workload, {}).get(policy, {})
+        table |= {k: v for k, v in before.items() if k in table and table[k] == same_as(v)}
     GOLDEN.write_text(json.dumps(tables, indent=1) + "\n")
 
 

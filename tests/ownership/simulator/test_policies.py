@@ -7,6 +7,7 @@ import pytest
 
 from hetero_connector.errors import SimulationError
 from ownership.scheduling.admission import GatedPolicy
+from ownership.scheduling.fleet import Role
 from ownership.scheduling.ownerserve import OwnerServe
 from ownership.simulator.machine.worker import CachePolicy
 from ownership.simulator.policies import parse_policy
@@ -25,7 +26,8 @@ def test_options_follow_the_name() -> None:
     assert spec.cache == CachePolicy("periodic:4", "lru", "never_load")
     assert (spec.tiers, spec.state, spec.ttft_objective_s) == ("dram", "paged", 1.5)
     assert parse_policy("colocated+answers=kept").answers == "kept"
-    assert parse_policy("colocated+peers=any").peers == "any"
+    assert parse_policy("colocated").peers == "any"
+    assert parse_policy("colocated+peers=named").peers == "named"
     assert isinstance(spec.scheduler(random.Random(0)), GatedPolicy)
     cheaper = parse_policy("ownerserve+copies=1").scheduler(random.Random(0))
     assert isinstance(cheaper, OwnerServe)
@@ -35,10 +37,29 @@ def test_options_follow_the_name() -> None:
 def test_tiers_are_left_out() -> None:
     workers = fleet(2).workers
     (dram, _), (gpu, _) = (
-        parse_policy(f"colocated+tiers={x}").limited(workers) for x in ("dram", "gpu")
+        parse_policy(f"colocated+tiers={x}").workers(workers) for x in ("dram", "gpu")
     )
     assert (dram.capacity.dram, dram.capacity.ssd) == (workers[0].capacity.dram, 0)
     assert (gpu.capacity.dram, gpu.capacity.ssd) == (0, 0)
+
+
+def test_prefillers_are_the_first_workers() -> None:
+    """The option takes the place of the roles in the fleet's file."""
+    workers = fleet(3, roles=(Role.DECODE, Role.BOTH, Role.PREFILL)).workers
+    found = parse_policy("conductor+prefillers=1").workers(workers)
+    assert [worker.role for worker in found] == [Role.PREFILL, Role.DECODE, Role.DECODE]
+    kept = parse_policy("conductor").workers(workers)
+    assert [worker.role for worker in kept] == [worker.role for worker in workers]
+
+
+@pytest.mark.parametrize("name", ["static_pd", "round_robin_pd", "conductor"])
+def test_pools_that_a_policy_needs_are_asked_for(name: str) -> None:
+    """Without them a policy of two pools would prefill and decode at the same workers."""
+    workers = fleet(3).workers
+    with pytest.raises(SimulationError, match=r"two roles: set role .* or add \+prefillers=N"):
+        parse_policy(name).workers(workers)
+    with pytest.raises(SimulationError, match="prefillers: 3 of 3 workers leaves none to decode"):
+        parse_policy(f"{name}+prefillers=3").workers(workers)
 
 
 @pytest.mark.parametrize(
@@ -53,8 +74,10 @@ def test_tiers_are_left_out() -> None:
         ("colocated+copies=3", "copies: colocated has no price of copies"),
         ("colocated+ttft=-1", "ttft: '-1' is no number"),
         ("colocated+ttft=1e300", "ttft: '1e300' is no number above 0 and below"),
+        ("static_pd+prefillers=0", "prefillers: '0' is no whole number above 0"),
+        ("ownerserve+prefillers=2", "prefillers: ownerserve has no pools; static_pd"),
         ("colocated+replay=on", "no option 'replay'; there are checkpoints"),
-        ("colocated+peers=all", "peers is 'all'; there are named, any"),
+        ("colocated+peers=all", "peers is 'all'; there are any, named"),
     ],
 )
 def test_an_error_names_what_is_wrong(text: str, problem: str) -> None:

@@ -29,6 +29,7 @@ from tests.ownership.simulator.small_fleets import (
     fleet,
     prompt,
     trace_of,
+    with_pools,
 )
 
 POLICY = "static_pd+handoffs=tokens"
@@ -96,7 +97,7 @@ def test_a_short_chunk_makes_the_first_token_earlier() -> None:
     seed=st.integers(0, 999),
     model=st.sampled_from([DENSE, HYBRID]),
     scheduling=st.sampled_from(sorted(POLICIES)),
-    options=st.sampled_from(["", "+answers=kept", "+answers=kept+peers=any", "+eviction=value"]),
+    options=st.sampled_from(["", "+answers=kept", "+answers=kept+peers=named", "+eviction=value"]),
     tight=st.booleans(),
 )
 def test_no_policy_with_short_chunks_beats_the_oracle(
@@ -105,7 +106,7 @@ def test_no_policy_with_short_chunks_beats_the_oracle(
     trace = agents(5, rate=0.5, seed=seed)
     capacity = TierBytes(6 * GIB, 4 * GIB, 8 * GIB) if tight else TierBytes(*3 * [64 * GIB])
     spec = fleet(3, model, capacity, cost_model=costs(model, bytes_per_s=100e9))
-    policy = f"{scheduling}{options}+handoffs=tokens"
+    policy = with_pools(f"{scheduling}{options}+handoffs=tokens", 3)
     check(trace, spec, policy)
     run = run_of(trace, spec, policy)
     assert len(run.tally.step_s) == sum(len(session.requests) for session in trace)

@@ -23,6 +23,7 @@ from tests.ownership.simulator.small_fleets import (
     fleet,
     prompt,
     trace_of,
+    with_pools,
 )
 
 
@@ -55,7 +56,7 @@ def test_everything_is_served_if_hardly_more_than_one_request_fits(
     shape = StateShape.of(spec.model, chunk_tokens_for(trace.block_tokens, spec.model.alignment))
     hbm_bytes = int(largest_request(trace, shape) * (1.0 + spare))
     spec = fleet(workers, model, TierBytes(hbm_bytes, 4 * GIB, 8 * GIB), limits=limits)
-    run = run_of(trace, spec, policy + options)
+    run = run_of(trace, spec, with_pools(policy + options, workers))
     assert len(run.tally.step_s) == sum(len(session.requests) for session in trace)
 
 

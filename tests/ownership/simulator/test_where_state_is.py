@@ -79,7 +79,9 @@ def test_chunks_that_two_workers_compute_are_on_one_ssd() -> None:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.25, 0.1])
-@pytest.mark.parametrize("policy", ["round_robin_pd", "static_pd", "ownerserve"])
+@pytest.mark.parametrize(
+    "policy", ["round_robin_pd+prefillers=1", "static_pd+prefillers=1", "ownerserve"]
+)
 def test_foreign_chunks_are_not_written_if_dram_has_no_room(policy: str, share: float) -> None:
     room = TIGHT[DENSE]
     capacity = TierBytes(room.hbm, int(share * room.dram), 256 * GIB)

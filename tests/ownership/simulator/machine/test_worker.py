@@ -18,7 +18,7 @@ LONG, OTHER = BlockRuns(((0, 60),)), BlockRuns(((500, 50),))
 PAIR = (Role.PREFILL, Role.DECODE)
 
 
-def simulation(spec: FleetSpec, *sessions: Session, policy: str = "static_pd") -> FleetSimulation:
+def simulation(spec: FleetSpec, *sessions: Session, policy: str = "colocated") -> FleetSimulation:
     """Return a simulation that has not begun."""
     shape = StateShape.of(spec.model, 256)
     return FleetSimulation(spec, parse_policy(policy), shape, iter(sessions), 256, 0)
@@ -41,7 +41,9 @@ def test_what_a_read_continues_stays_during_the_read() -> None:
     assert not any(one.pins for one in (dram.root, *dram.runs()))
 
 
-@pytest.mark.parametrize(("policy", "used"), [("static_pd+peers=any", True), ("static_pd", False)])
+@pytest.mark.parametrize(
+    ("policy", "used"), [("static_pd", True), ("static_pd+peers=named", False)]
+)
 def test_an_ssd_is_read_after_the_chunks_that_a_peer_sends(policy: str, used: bool) -> None:
     """The reader's SSD has 40 of 101 chunks, behind 60 that only a peer has."""
     spec = fleet(2, roles=PAIR, cost_model=costs(bytes_per_s=100e9))
