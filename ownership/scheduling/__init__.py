@@ -6,8 +6,9 @@
 - Price: `step_pricing` prices every route by the planner's own cost models (`prefill_pricing`,
   `footprint`, `weights`).
 - Output: `decision`, which `explain` prints.
-- Policies: `ownerserve` takes the cheapest route; `baselines`, `dynamo_kv` and `conductor` are
-  what others do. `admission` refuses steps, `replication` orders replicas of hot prefixes.
+- Policies: `ownerserve` takes the cheapest route; `baselines`, `dynamo`, `dynamo_kv`, `conductor`
+  and `predicted_latency` are what others do. `admission` refuses steps, `replication` orders
+  replicas of hot prefixes.
 
 May import `hetero_connector`'s planner, artifacts, spec and errors, and `ownership.directory`;
 never an engine, redis or the simulator. Add a policy to `registry.POLICIES`; add a term of the

@@ -24,7 +24,7 @@ class DynamoKv:
     any worker has. Source: NVIDIA Dynamo documentation, "KV Router Performance Tuning", Cost
     Function Tuning. There a tie is drawn; here the first by name wins, so that runs can be
     repeated. With a temperature, logits are divided by their range before the softmax
-    (lib/kv-router, `softmax_sample`). Later releases count active blocks.
+    (lib/kv-router, `softmax_sample`). `dynamo` is what later releases do.
     """
 
     rng: random.Random

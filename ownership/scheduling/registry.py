@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 
 from ownership.scheduling.baselines import Colocated, PrefixAware, RoundRobinPd, StaticPd
 from ownership.scheduling.conductor import Conductor
+from ownership.scheduling.dynamo import Dynamo
 from ownership.scheduling.dynamo_kv import DynamoKv
 from ownership.scheduling.ownerserve import OwnerServe
 from ownership.scheduling.policy import SchedulingPolicy
+from ownership.scheduling.predicted_latency import PredictedLatency
 
 POLICIES: Mapping[str, Callable[[random.Random], SchedulingPolicy]] = {
     "ownerserve": lambda rng: OwnerServe(),
@@ -17,8 +19,10 @@ POLICIES: Mapping[str, Callable[[random.Random], SchedulingPolicy]] = {
     "static_pd": lambda rng: StaticPd(),
     "round_robin_pd": lambda rng: RoundRobinPd(),
     "prefix_aware": lambda rng: PrefixAware(),
+    "dynamo": lambda rng: Dynamo(rng),
     "dynamo_kv": lambda rng: DynamoKv(rng),
     "conductor": lambda rng: Conductor(),
+    "predicted_latency": lambda rng: PredictedLatency(rng),
 }
 """Each with its defaults. Policies that draw use the generator they are given."""
 
@@ -26,6 +30,7 @@ POOLED: Mapping[str, bool] = {
     "static_pd": True,
     "round_robin_pd": True,
     "conductor": True,
+    "dynamo": False,
 }
 """The policies that send prefills and decodes to pools by role; True: they need both."""
 

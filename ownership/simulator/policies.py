@@ -10,9 +10,11 @@ from typing import Any, get_args
 from hetero_connector.errors import SimulationError
 from hetero_connector.planner.planner import Mode
 from ownership.scheduling.admission import GatedPolicy, TtftObjective
+from ownership.scheduling.dynamo import Dynamo
 from ownership.scheduling.fleet import Role
 from ownership.scheduling.ownerserve import OwnerServe
 from ownership.scheduling.policy import SchedulingPolicy
+from ownership.scheduling.predicted_latency import PredictedLatency
 from ownership.scheduling.registry import POLICIES, POOLED, scheduling_policy
 from ownership.simulator.machine.worker import CachePolicy, WorkerSpec
 from ownership.simulator.state.memory import EVICTIONS
@@ -44,6 +46,12 @@ class PolicySpec:
     last token or just before, as engines do (`ModelSpec.handoff_end`)."""
     copies: float | None = None
     """The price of duplicates under `ownerserve` (`PlacementWeights.copy`); None: the default."""
+    prefill_scale: float | None = None
+    """Dynamo's weight of prefills; None: the default."""
+    slo: tuple[float, float] | None = None
+    """Objectives of `predicted_latency`: seconds to the first and to each further token."""
+    affinity: str | None = None
+    """`session`: under `dynamo` a session stays at its worker; `none`, the default: it need not."""
     ttft_objective_s: float | None = None
     """Requests that are predicted to take longer to the first token are refused."""
 
@@ -52,6 +60,11 @@ class PolicySpec:
         policy = scheduling_policy(self.scheduling, rng)
         if self.copies is not None and isinstance(policy, OwnerServe):
             policy = replace(policy, weights=replace(policy.weights, copy=self.copies))
+        if isinstance(policy, Dynamo):
+            policy.affinity = self.affinity == "session"
+            policy.prefill_scale = self.prefill_scale or policy.prefill_scale
+        if self.slo is not None and isinstance(policy, PredictedLatency):
+            policy.ttft_objective_s, policy.token_objective_s = self.slo
         if self.ttft_objective_s is None:
             return policy
         return GatedPolicy(policy, TtftObjective(self.ttft_objective_s))
@@ -91,9 +104,10 @@ def parse_policy(text: str) -> PolicySpec:
     for option in options:
         name, _, value = option.partition("=")
         spec = _with(spec, name, value)
-    if spec.copies is not None and scheduling != "ownerserve":
-        problem = f"{scheduling} has no price of copies, only ownerserve has"
-        raise SimulationError(f"policy {text!r}", problem, "copies")
+    for option, owner in _OF_ONE_POLICY.items():
+        if getattr(spec, option) is not None and scheduling != owner:
+            problem = f"{scheduling} has no such option, only {owner} has"
+            raise SimulationError(f"policy {text!r}", problem, option)
     if spec.prefillers is not None and scheduling not in POOLED:
         problem = f"{scheduling} has no pools; {', '.join(POOLED)} have"
         raise SimulationError(f"policy {text!r}", problem, "prefillers")
@@ -141,6 +155,14 @@ def _above_0(text: str, name: str, value: str) -> float:
     return number
 
 
+def _objectives(text: str, name: str, value: str) -> tuple[float, float]:
+    first, colon, further = value.partition(":")
+    if not colon:
+        problem = f"{value!r} is not two times in seconds, as in 2:0.05"
+        raise SimulationError(f"policy {text!r}", problem, name)
+    return _above_0(text, name, first), _above_0(text, name, further)
+
+
 def _whole(text: str, name: str, value: str) -> int:
     if not value.isdecimal() or not 0 < int(value) < _LIMIT:
         problem = f"{value!r} is no whole number above 0"
@@ -159,9 +181,21 @@ _OPTIONS: dict[str, Callable[[str, str, str], object]] = {
     "prefillers": _whole,
     "handoffs": _one_of("chunks", "tokens"),
     "copies": _above_0,
+    "prefill_scale": _above_0,
+    "affinity": _one_of("none", "session"),
+    "slo": _objectives,
     "ttft": _above_0,
 }
 """The readers of options: (policy's text, option's name, its value) -> the field's value."""
+
+
+_OF_ONE_POLICY = {
+    "copies": "ownerserve",
+    "prefill_scale": "dynamo",
+    "affinity": "dynamo",
+    "slo": "predicted_latency",
+}
+"""Options of one scheduling policy."""
 
 
 def _unknown(text: str, problem: str, known: Iterable[str]) -> SimulationError:

@@ -7,8 +7,10 @@ import pytest
 
 from hetero_connector.errors import SimulationError
 from ownership.scheduling.admission import GatedPolicy
+from ownership.scheduling.dynamo import Dynamo
 from ownership.scheduling.fleet import Role
 from ownership.scheduling.ownerserve import OwnerServe
+from ownership.scheduling.predicted_latency import PredictedLatency
 from ownership.simulator.machine.worker import CachePolicy
 from ownership.simulator.policies import parse_policy
 from tests.ownership.simulator.small_fleets import fleet
@@ -32,6 +34,15 @@ def test_options_follow_the_name() -> None:
     cheaper = parse_policy("ownerserve+copies=1").scheduler(random.Random(0))
     assert isinstance(cheaper, OwnerServe)
     assert cheaper.weights == replace(OwnerServe().weights, copy=1.0)
+
+
+def test_options_of_other_peoples_policies() -> None:
+    dynamo = parse_policy("dynamo+affinity=session+prefill_scale=4").scheduler(random.Random(0))
+    assert isinstance(dynamo, Dynamo)
+    assert (dynamo.affinity, dynamo.prefill_scale) == (True, 4.0)
+    latency = parse_policy("predicted_latency+slo=2:0.05").scheduler(random.Random(0))
+    assert isinstance(latency, PredictedLatency)
+    assert (latency.ttft_objective_s, latency.token_objective_s) == (2.0, 0.05)
 
 
 def test_tiers_are_left_out() -> None:
@@ -71,11 +82,14 @@ def test_pools_that_a_policy_needs_are_asked_for(name: str) -> None:
         ("colocated+checkpoints=some", "checkpoints is 'some'"),
         ("colocated+size=3", "no option 'size'; there are checkpoints"),
         ("ownerserve+copies=0", "copies: '0' is no number above 0"),
-        ("colocated+copies=3", "copies: colocated has no price of copies"),
+        ("colocated+copies=3", "copies: colocated has no such option, only ownerserve has"),
         ("colocated+ttft=-1", "ttft: '-1' is no number"),
         ("colocated+ttft=1e300", "ttft: '1e300' is no number above 0 and below"),
         ("static_pd+prefillers=0", "prefillers: '0' is no whole number above 0"),
         ("ownerserve+prefillers=2", "prefillers: ownerserve has no pools; static_pd"),
+        ("predicted_latency+slo=2", "slo: '2' is not two times in seconds, as in 2:0.05"),
+        ("predicted_latency+slo=2:x", "slo: 'x' is no number above 0"),
+        ("dynamo_kv+affinity=session", "affinity: dynamo_kv has no such option, only dynamo has"),
         ("colocated+replay=on", "no option 'replay'; there are checkpoints"),
         ("colocated+peers=all", "peers is 'all'; there are any, named"),
     ],

@@ -1,0 +1,121 @@
+"""llm-d's scheduling by predicted latency."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ownership.scheduling.baselines import Baseline
+from ownership.scheduling.decision import PlacementDecision
+from ownership.scheduling.fleet import FleetView, Floats
+from ownership.scheduling.policy import accepting_workers
+from ownership.scheduling.step import Step
+from ownership.scheduling.step_pricing import Route, StepPricing
+
+_WEIGHTS = 100
+"""Scores are whole hundredths from 1 on."""
+
+
+@dataclass
+class PredictedLatency:
+    """Draw a worker by its headroom: the objectives minus the predicted times.
+
+    Filters come first: workers with nearly all of the prompt, then those that meet both objectives
+    (with probability 0.01 those that do not), then workers with most of it. A filter by prefix does
+    not apply where waiting for those workers costs more than 5 s. What is left is drawn with
+    weights: 0.8 for the time to the first token and 0.2 for each further one, both relative to the
+    others', most for the worker that is closest to its objectives. Where no worker meets them, idle
+    ones come first, then those that only miss the second, then those that only miss the first.
+
+    llm-d predicts by a model that is trained on the requests served; here it is this project's
+    cost model, which the simulated engines follow, so predictions are better than llm-d's.
+
+    Source: llm-d/llm-d-router v0.10, `config/charts/routerlib/templates/_config.yaml` (the profile)
+    and `pkg/epp/framework/plugins/scheduling/`: `filter/prefixcacheaffinity/plugin.go`,
+    `filter/sloheadroomtier/plugin.go`, `scorer/latency/plugin.go`.
+    """
+
+    rng: random.Random
+    ttft_objective_s: float = 0.0
+    token_objective_s: float = 0.0
+    """0, as llm-d takes requests without objectives: least predicted times are best. With
+    objectives, workers that only just meet them are filled first."""
+    max_penalty_s: float = 5.0
+    """Longer waiting for a worker with the prefix than for another makes the prefix not count."""
+    explored_share: float = 0.01
+    base: Baseline = field(default_factory=Baseline)
+    name: str = "predicted_latency"
+
+    def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
+        pricing = self.base.pricing(step, fleet)
+        found = accepting_workers(pricing, range(len(fleet)))
+        ttft_s, token_s = pricing.local_ready_s, self.token_s(step, pricing)
+        headroom = np.array((self.ttft_objective_s - ttft_s, self.token_objective_s - token_s))
+        found = self._with_prefix(step, fleet, ttft_s, found, 0.99)
+        found = self._by_objectives(headroom, found)
+        found = self._with_prefix(step, fleet, ttft_s, found, 0.80)
+        at = self._draw(headroom, pricing.table.running + pricing.table.waiting, found)
+        return self.base.decision(step, fleet, pricing, Route(at, at))
+
+    def token_s(self, step: Step, pricing: StepPricing) -> Floats:
+        """Return `[workers]`: seconds of a decode step with the request in it.
+
+        Prompts that wait there delay the answer's tokens: their time is spread over the answer.
+        """
+        table = pricing.table
+        context = table.context_tokens + step.prompt_tokens
+        step_s = table.decode_step_s + (table.running + 1.0) * table.decode_s
+        delay_s = table.queued_tokens * table.delay_token_s / max(step.output_tokens, 1.0)
+        token_s: Floats = step_s + context * table.context_s + delay_s
+        return token_s
+
+    def _with_prefix(
+        self, step: Step, fleet: FleetView, ttft_s: Floats, found: list[int], share: float
+    ) -> list[int]:
+        """Return the workers that have so much of the prompt, unless others are much faster."""
+        names = fleet.names
+        least = share * step.prompt_tokens
+        near = [
+            i for i in found
+            if names[i] in step.prefixes and step.prefixes[names[i]].local_tokens >= least
+        ]  # fmt: skip
+        others = [i for i in found if i not in near]
+        if near and others:
+            penalty_s = min(ttft_s[i] for i in near) - min(ttft_s[i] for i in others)
+            return found if penalty_s > self.max_penalty_s else near
+        return near or found
+
+    def _by_objectives(self, headroom: Floats, found: list[int]) -> list[int]:
+        """Return the workers that meet both objectives, or rarely those that do not."""
+        good = [i for i in found if headroom[:, i].min() >= 0.0]
+        bad = [i for i in found if headroom[:, i].min() < 0.0]
+        if good and bad:
+            return bad if self.rng.random() < self.explored_share else good
+        return found
+
+    def _draw(self, headroom: Floats, requests: Floats, found: list[int]) -> int:
+        """Draw one of the workers that miss the least of the objectives."""
+        groups = [[i for i in found if headroom[:, i].min() >= 0.0]]
+        groups += [[i for i in found if not requests[i]]]
+        groups += [[i for i in found if headroom[0, i] >= 0.0]]
+        groups += [[i for i in found if headroom[1, i] >= 0.0]]
+        group = next((x for x in groups if x), found)
+        return self.rng.choices(group, self.scores(headroom[:, group]).tolist())[0]
+
+    def scores(self, headroom: Floats) -> Floats:
+        """Return `[workers]`: 0.01 to 1.01, higher for less headroom. `headroom`: `[2, workers]`.
+
+        A time that is the same for all does not count.
+        """
+        distance = np.abs(headroom)
+        distance = np.where(np.isfinite(distance), distance, np.finfo(np.float64).max / 4)
+        spread = np.ptp(distance, axis=1)
+        weights = np.array((0.8, 0.2)) * (spread > 1e-9)
+        if not weights.any():
+            return np.ones(headroom.shape[1])
+        relative = (distance - distance.min(axis=1)[:, None]) / np.maximum(spread, 1e-9)[:, None]
+        combined = weights @ relative / weights.sum()
+        scores: Floats = (np.floor((1.0 - combined) * _WEIGHTS) + 1.0) / _WEIGHTS
+        return scores
