@@ -13,8 +13,9 @@ GPUS = {DENSE: 1, HYBRID: 2}
 SEEDS = (0, 1, 2)
 ORACLE = "oracle"
 SCHEDULING = (
-    "ownerserve", "ownerserve+copies=1", "colocated", "prefix_aware", "dynamo_kv", "conductor",
-    "static_pd", "round_robin_pd", ORACLE,
+    "ownerserve", "ownerserve+copies=1", "colocated", "prefix_aware", "dynamo",
+    "dynamo+prefill_scale=16", "dynamo_kv", "predicted_latency", "conductor", "static_pd",
+    "round_robin_pd", ORACLE,
 )  # fmt: skip
 CACHES = (
     "colocated", "colocated+checkpoints=full", "colocated+checkpoints=periodic:4",
