@@ -119,12 +119,13 @@ def _answers(store: ArtifactStore) -> dict[str, Any]:
     from hetero_connector.engine.scheduler.predictions import RECENT
     from hetero_connector.engine.scheduler.request_report import RequestReport
     from hetero_connector.engine.scheduler.restore_counter import TokenSources
-    from hetero_connector.engine.scheduler.session_book import SessionBook, session_key
+    from hetero_connector.engine.scheduler.session_book import SessionBook
     from hetero_connector.engine.scheduler.status import EngineStatus
     from hetero_connector.planner.compute_model import ComputeRegression
     from hetero_connector.planner.cost_model import CostModel
     from hetero_connector.planner.load_model import LoadModel
     from hetero_connector.planner.profile import CostProfile, ProfileSubject
+    from hetero_connector.session_ids import session_key
 
     book = SessionBook()
     for session in range(SESSIONS):
@@ -134,6 +135,7 @@ def _answers(store: ArtifactStore) -> dict[str, Any]:
     values: dict[str, Any] = dict.fromkeys(RequestReport._fields, 0.123456)
     values |= {"request_id": "cmpl-" + "0" * 32, "restored_tokens": {"dram": 4096, "ssd": 512}}
     values |= {"read_s": {"ssd": 0.123456}, "reason": None, "choice": "load"}
+    values |= {"chain": ("0" * 32, 4096)}
     report = RequestReport(**values)
     predictions: Any = SimpleNamespace(recent=lambda: [report] * RECENT)
     costs = CostModel(ComputeRegression(), LoadModel(list(_SLOTS)))

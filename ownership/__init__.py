@@ -4,11 +4,13 @@
 - `member`: one engine's part in a fleet. It keeps the lease, claims what is stored, looks up what
   peers have, and fences what it reads from them.
 - `scheduling`: pure policies that place requests.
+- `router`: stands before a fleet's servers; knows the identity of prompts, and who has their state.
 - `simulator`: replays traces over the same policies on a virtual clock.
 
-`directory` imports none of the others, `member` and `scheduling` import `directory`, `simulator`
-imports all. From `hetero_connector` they may import values (`artifacts`, `spec`), metrics and
-errors, `scheduling` and `simulator` also the planner. None of them knows an engine.
+`directory` imports none of the others, `member` and `scheduling` import `directory`, `router` these
+two, `simulator` all but `router`. From `hetero_connector` they may import values (`artifacts`,
+`spec`), metrics and errors, `scheduling` and `simulator` also the planner. None of them knows an
+engine.
 """
 
 from ownership.directory import Directory, MemoryDirectory

@@ -38,8 +38,31 @@ def no_extra_keys(start: int, end: int) -> bytes:
     return b""
 
 
-class ChainHasher:
-    """Makes the chunk keys of one model: a pure function of parent, tokens and extra keys."""
+class ChunkHasher:
+    """Makes the chunk keys under one root: a pure function of parent, tokens and extra keys."""
+
+    def __init__(self, root: bytes, chunk_tokens: int) -> None:
+        """`root`: the key that every chain begins with."""
+        if chunk_tokens <= 0:
+            raise ValueError(f"chunk_tokens must be positive, got {chunk_tokens}")
+        if len(root) != KEY_BYTES:
+            raise ValueError(f"a root has {KEY_BYTES} bytes, got {len(root)}")
+        self.root = root
+        self.chunk_tokens = chunk_tokens
+
+    def key(self, parent: ChunkKey, token_ids: Iterable[int], extra: bytes) -> ChunkKey:
+        """Return the key of the chunk `token_ids` after `parent` (`record.ROOT` for the first).
+
+        Raises ValueError for a token id outside [0, 2**32), such as a placeholder.
+        """
+        state = hashlib.blake2b(self.root if parent == ROOT else parent, digest_size=KEY_BYTES)
+        state.update(_EXTRA_LENGTH.pack(len(extra)) + extra)
+        state.update(_token_bytes(token_ids))
+        return ChunkKey(state.digest())
+
+
+class ChainHasher(ChunkHasher):
+    """Makes the chunk keys of one model. Knows how its root is made, and can make others."""
 
     def __init__(
         self,
@@ -55,34 +78,18 @@ class ChainHasher:
         """
         if not fingerprint:
             raise ValueError("the fingerprint is empty: keys of two models would collide")
-        if chunk_tokens <= 0:
-            raise ValueError(f"chunk_tokens must be positive, got {chunk_tokens}")
-        self.chunk_tokens = chunk_tokens
+        document = encode(
+            ["heterocache chain root", fingerprint, chunk_tokens, generation, weights]
+        )
+        super().__init__(hashlib.blake2b(document, digest_size=KEY_BYTES).digest(), chunk_tokens)
         self._fingerprint = fingerprint
-        root = encode(["heterocache chain root", fingerprint, chunk_tokens, generation, weights])
-        self._root = hashlib.blake2b(root, digest_size=KEY_BYTES).digest()
-
-    @property
-    def root(self) -> bytes:
-        """Return the key that every chain of this hasher begins with."""
-        return self._root
 
     def with_root(self, generation: bytes, weights: bytes) -> ChainHasher:
         """Return a hasher of the same model in another generation, or with other weights."""
         return ChainHasher(self._fingerprint, self.chunk_tokens, generation, weights)
 
-    def key(self, parent: ChunkKey, token_ids: list[int], extra: bytes) -> ChunkKey:
-        """Return the key of the chunk `token_ids` after `parent` (`record.ROOT` for the first).
 
-        Raises ValueError for a token id outside [0, 2**32), such as a placeholder.
-        """
-        state = hashlib.blake2b(self._root if parent == ROOT else parent, digest_size=KEY_BYTES)
-        state.update(_EXTRA_LENGTH.pack(len(extra)) + extra)
-        state.update(_token_bytes(token_ids))
-        return ChunkKey(state.digest())
-
-
-def _token_bytes(token_ids: list[int]) -> array[int]:
+def _token_bytes(token_ids: Iterable[int]) -> array[int]:
     try:
         tokens = array(_TOKEN_TYPE, token_ids)
     except (OverflowError, TypeError) as error:
@@ -98,13 +105,13 @@ class RequestChain:
     Every full chunk is hashed once, when it is first needed.
     """
 
-    def __init__(self, hasher: ChainHasher, extra_keys: ExtraKeys = no_extra_keys) -> None:
+    def __init__(self, hasher: ChunkHasher, extra_keys: ExtraKeys = no_extra_keys) -> None:
         self._hasher = hasher
         self._extra_keys = extra_keys
         self._token_ids: list[int] = []
         self._chunks: list[ChunkRange] = []
 
-    def rehashed(self, hasher: ChainHasher) -> RequestChain:
+    def rehashed(self, hasher: ChunkHasher) -> RequestChain:
         """Return the chain of the same request by another hasher, not hashed yet."""
         chain = RequestChain(hasher, self._extra_keys)
         chain.extend(self._token_ids)
@@ -137,6 +144,11 @@ class RequestChain:
         yield from hashed
         for index in range(len(hashed), count):
             yield self._chunk(index)
+
+    def last_hashed(self, limit_tokens: int) -> ChunkRange | None:
+        """Return the last full chunk up to `limit_tokens` that has been hashed; None for none."""
+        count = min(limit_tokens // self._hasher.chunk_tokens, len(self._chunks))
+        return self._chunks[count - 1] if count else None
 
     def tail(self, end: int) -> ChunkRange:
         """Return the short chunk that ends at `end`.

@@ -21,10 +21,11 @@ from hetero_connector.engine.scheduler.block_events import EventGroup
 from hetero_connector.engine.scheduler.clearings import Clearings
 from hetero_connector.engine.scheduler.commands import pack_tokens
 from hetero_connector.engine.scheduler.idle_steps import IdleSteps, Loop
-from hetero_connector.engine.scheduler.session_book import SessionBook, session_key
+from hetero_connector.engine.scheduler.session_book import SessionBook
 from hetero_connector.engine.scheduler.status_socket import ask
 from hetero_connector.engine.scheduler.step_calls import StepCalls
 from hetero_connector.errors import CommandError, StoreError
+from hetero_connector.session_ids import session_key
 from hetero_connector.spec import ModelSpec, StateType
 from tests.engine.fakes import HYBRID, FakeRequest
 from tests.engine.stepped import Engine, tokens

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.engine.scheduler.session_book import session_key
+from hetero_connector.session_ids import session_key
 from hetero_connector.store.base import PinRefusal
 from tests.engine.fakes import HYBRID as MODEL
 from tests.engine.fakes import FakeRequest

@@ -17,6 +17,7 @@ QUESTIONS = {
     "status": "Return each engine's tiers, health, newest decisions and learned costs.",
     "sessions": "Return the sessions with the latest turns, by digest, and where their state is.",
     "decisions": "Return how each engine decided on its newest requests, and what came of it.",
+    "chain": "Return how each engine names chains, for a router that looks them up.",
     "costs": "Return what each engine has learned of its costs, as a profile.",
 }
 

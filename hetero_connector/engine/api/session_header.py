@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hetero_connector.session_ids import MAX_ID_BYTES, SESSION_HEADERS, VLLM_HEADER
+
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-VLLM_HEADER = b"x-session-id"
-SESSION_HEADERS = (
-    VLLM_HEADER,
-    b"x-dynamo-session-id",
-    b"x-claude-code-session-id",
-    b"session-id",
-    b"thread-id",
-)
-"""The first that a request has names its session."""
-_MAX_BYTES = 1_024
+_NAMES = tuple(name.encode() for name in SESSION_HEADERS)
+_VLLM = VLLM_HEADER.encode()
 
 
 class SessionHeader:
@@ -28,8 +22,8 @@ class SessionHeader:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the call on."""
         if scope["type"] == "http" and scope["method"] == "POST":
-            given = {name: value for name, value in scope["headers"] if name in SESSION_HEADERS}
-            found = next((given[name] for name in SESSION_HEADERS if given.get(name)), b"")
-            if VLLM_HEADER not in given and 0 < len(found) <= _MAX_BYTES:
-                scope = {**scope, "headers": [*scope["headers"], (VLLM_HEADER, found)]}
+            given = {name: value for name, value in scope["headers"] if name in _NAMES}
+            found = next((given[name] for name in _NAMES if given.get(name)), b"")
+            if _VLLM not in given and 0 < len(found) <= MAX_ID_BYTES:
+                scope = {**scope, "headers": [*scope["headers"], (_VLLM, found)]}
         await self._app(scope, receive, send)

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from hetero_connector.engine.scheduler.session_book import model_digest, tenant_of
 from hetero_connector.errors import CommandError, StoreError
+from hetero_connector.session_ids import model_digest, tenant_of
 from hetero_connector.store.ssd.private_files import read_private, replace_private, sync_folder
 
 logger = logging.getLogger("vllm.heterocache")

@@ -15,19 +15,19 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hetero_connector.artifacts.chain import RequestChain
+from hetero_connector.artifacts.extra_keys import text_keys
 from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange, StoredChunk, Tier
 from hetero_connector.engine.scheduler.chain_root import ChainRoot
 from hetero_connector.engine.scheduler.clearings import Clearings
-from hetero_connector.engine.scheduler.request_identifier import adapter_name, prompt_keys
+from hetero_connector.engine.scheduler.request_identifier import adapter_name
 from hetero_connector.engine.scheduler.session_book import (
     SessionBook,
     SessionRecord,
-    session_key,
     session_name,
-    tenant_of,
 )
 from hetero_connector.engine.scheduler.step_calls import StepCalls
 from hetero_connector.errors import CommandError, MalformedCommandError
+from hetero_connector.session_ids import session_key, tenant_of
 from hetero_connector.spec.state_types import Family
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import PinRefusal
@@ -222,7 +222,7 @@ class Commands:
 
     def _new_chain(self, salt: str | None) -> RequestChain:
         """Return the empty chain of a prompt that is token ids alone, under today's root."""
-        return RequestChain(self._engine.root.hasher, prompt_keys(salt, self.clearings))
+        return RequestChain(self._engine.root.hasher, text_keys(salt, self.clearings))
 
     def _clear_all(self) -> Result:
         self._book.clear()

@@ -219,6 +219,7 @@ class Predictions:
             restored_tokens=restored,
             computed_tokens=wait.num_tokens - local_tokens - sum(restored.values()),
             replayed_tokens=restore.plan.replay_tokens if restore else 0,
+            chain=_last_key(tracker),
             boundary=boundary,
             choice=wait.choice,
             reason=reason,
@@ -236,6 +237,12 @@ class Predictions:
             loaded_s=None if loaded_s is None else loaded_s - asked_s,
             first_token_s=None if first_token_s is None else first_token_s - asked_s,
         )
+
+
+def _last_key(tracker: RequestTracker) -> tuple[str, int] | None:
+    """Return the key and the end of the prompt's last hashed chunk. It is not hashed for this."""
+    chunk = tracker.chain.last_hashed(tracker.request.num_prompt_tokens)
+    return None if chunk is None else (chunk.key.hex(), chunk.end)
 
 
 def _reason_at_admission(tracker: RequestTracker, stopped: bool) -> NothingRestored | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.chain import ExtraKeys
+from hetero_connector.artifacts.extra_keys import first_keys, text_keys
 from hetero_connector.artifacts.identity import locate_model, lora_digest
 from hetero_connector.engine.scheduler.background_thread import BackgroundThread
 from hetero_connector.engine.scheduler.clearings import Clearings
@@ -138,6 +139,11 @@ class RequestIdentifier:
         """Drop a request that has finished."""
         self._results.pop(request_id, None)
         self._readings.pop(request_id, None)
+
+    @property
+    def adapters(self) -> Mapping[str, bytes]:
+        """The digests of the adapters that requests have used, by name. Any thread may ask."""
+        return self._adapters.by_name.copy()
 
     def close(self) -> None:
         """Stop the threads."""
@@ -268,6 +274,8 @@ class _Adapters:
     def __init__(self) -> None:
         self._by_id: dict[int, bytes | None] = {}
         """None: the content has changed."""
+        self.by_name: dict[str, bytes] = {}
+        """The digests of adapters that have not changed."""
 
     def is_known(self, lora: LoRARequest) -> bool:
         """True if the adapter's files have been read before."""
@@ -277,8 +285,10 @@ class _Adapters:
         """Record the digest of the adapter's files; return an error if it has changed."""
         known = self._by_id.setdefault(lora.lora_int_id, digest)
         if known == digest:
+            self.by_name[lora.lora_name] = digest
             return None
         self._by_id[lora.lora_int_id] = None
+        self.by_name.pop(lora.lora_name, None)
         return IdentityError("its files changed; load them under another name")
 
 
@@ -311,14 +321,14 @@ def adapter_name(request: Request) -> str:
 def extra_keys(request: Request, identity: RequestIdentity, clearings: Clearings) -> ExtraKeys:
     """Return a function of (start, end): the key, besides tokens, of that range's state."""
     salt, model, embeds = request.cache_salt, adapter_name(request), request.prompt_embeds
-    if identity == PLAIN and embeds is None:
-        return prompt_keys(salt, clearings)
+    if not identity.media and embeds is None:
+        return text_keys(salt, clearings, model, identity.lora)
     overlaps = Overlaps(identity.media)
 
     def keys(start: int, end: int) -> bytes:
         own: list[object] = [["media", *item] for item in overlaps.within(start, end)]
         if start == 0:
-            own += _first_keys(salt, model, clearings)
+            own += first_keys(salt, clearings, model)
         if embeds is not None and start < len(embeds):
             tokens = request.prompt_is_token_ids
             mask = None if tokens is None else list(tokens[start:end])
@@ -326,24 +336,3 @@ def extra_keys(request: Request, identity: RequestIdentity, clearings: Clearings
         return encode([identity.lora, own])
 
     return keys
-
-
-def prompt_keys(salt: str | None, clearings: Clearings) -> ExtraKeys:
-    """Return the `extra_keys` of a request of token ids alone, with no adapter."""
-
-    def keys(start: int, end: int) -> bytes:
-        own = [] if start else _first_keys(salt, "", clearings)
-        return encode([PLAIN.lora, own]) if own or salt else b""
-
-    return keys
-
-
-def _first_keys(salt: str | None, model: str, clearings: Clearings) -> list[object]:
-    """Return what the first chunk's key has of the salt, and of what was cleared."""
-    own = list[object]()
-    if salt:
-        count = clearings.of_salt(salt)
-        own.append(["salt", salt, count] if count else ["salt", salt])
-    if count := clearings.of_model(model):
-        own.append(["cleared", model, count])
-    return own

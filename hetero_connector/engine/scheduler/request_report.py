@@ -113,6 +113,9 @@ class RequestReport(NamedTuple):
     """vLLM's reason, such as `stop` or `length`."""
     output_tokens: int = 0
     preemptions: int = 0
+    chain: tuple[str, int] | None = None
+    """The last full chunk of the prompt that was hashed: its key in hexadecimal, and its end in
+    tokens. A router compares it with its own."""
 
     @property
     def ended_at(self) -> float:
@@ -155,7 +158,11 @@ class RequestReport(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         """Return plain values, which any encoder takes."""
         reason = None if self.reason is None else str(self.reason)
-        changed = {"restored_tokens": dict(self.restored_tokens), "read_s": dict(self.read_s)}
+        changed: dict[str, Any] = {
+            "restored_tokens": dict(self.restored_tokens),
+            "read_s": dict(self.read_s),
+            "chain": self.chain and list(self.chain),
+        }
         return {**self._asdict(), **changed, "reason": reason}
 
 

@@ -28,6 +28,7 @@ from hetero_connector.engine.scheduler.block_tables import (
     current_table,
     recurrent_states,
 )
+from hetero_connector.engine.scheduler.chain_answer import ChainAnswer
 from hetero_connector.engine.scheduler.chain_root import ChainRoot
 from hetero_connector.engine.scheduler.commands import Commands
 from hetero_connector.engine.scheduler.cost_learner import CostLearner
@@ -370,8 +371,10 @@ class SchedulerSide:
         )
         self.commands.model_names = frozenset({about["model"], about["served_as"]})
         try:
+            clearings = self.commands.clearings
+            chain = ChainAnswer(about, self.layout, self.root, clearings, self.identifier)
             commands = {**self.commands.by_name(), "record": self._engine_recorder.record}
-            self._status = StatusServer(path, status.answers(), commands)
+            self._status = StatusServer(path, {**status.answers(), "chain": chain}, commands)
         except OSError as error:
             logger.warning("no status socket at %s: %s", path, error)
 

@@ -6,34 +6,17 @@ chosen by clients and are not kept; digests name them.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.record import ChunkKey
 
 _CAPACITY = 4_096
 _MAX_LEAVES = 1_024
 """Earlier ends among them are stored chunks, of which a tier has room for so many."""
-
-
-def tenant_of(salt: str | None) -> bytes:
-    """Return the tenant of requests with this cache salt; they share state. b"": without one."""
-    return b"" if salt is None else _digest(encode(salt))
-
-
-def model_digest(model: str) -> bytes:
-    """Return what stands for an adapter's name; "": for the model without an adapter."""
-    return _digest(encode(["model", model]))
-
-
-def session_key(salt: str | None, session_id: str) -> bytes:
-    """Return the key of a session by the id that its clients gave: it is valid within its salt."""
-    return _digest(encode([salt, session_id]))
 
 
 def session_name(session: Hashable) -> str:
@@ -123,8 +106,3 @@ class SessionBook:
         with self._lock:
             if before := self._records.get(session):
                 self._records[session] = replace(before, **fields)
-
-
-def _digest(text: bytes) -> bytes:
-    """Return 16 bytes for a text of any length: clients choose ids and salts."""
-    return hashlib.blake2b(text, digest_size=16).digest()

@@ -24,9 +24,10 @@ from hetero_connector.engine.scheduler.request_params import (
     RequestParams,
 )
 from hetero_connector.engine.scheduler.requests import RequestTracker
-from hetero_connector.engine.scheduler.session_book import SessionBook, session_key, tenant_of
+from hetero_connector.engine.scheduler.session_book import SessionBook
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.sessions import Conversations, ReturnWindow, ThinkTimes
+from hetero_connector.session_ids import session_key, tenant_of
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import PinRefusal
 from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn, staging_start_s

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from hetero_connector import __version__, machine
 from hetero_connector.artifacts.chain import ChainHasher
+from hetero_connector.artifacts.identity import Fingerprint
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.artifacts.tensor_parallel import refusal
@@ -225,9 +226,12 @@ def open_scheduler_side(
     name = str(vllm_config.model_config.model)
     side.serve_status(
         rendezvous.status_path(engine),
-        _about(name, engine, layout, identity.digest, config)
-        | {"costs_from": "a guess" if profile is None else profile.origin}
-        | {"served_as": vllm_config.model_config.served_model_name},
+        _about(name, engine, layout, identity, config)
+        | {
+            "worker": _worker_name(config, vllm_config) if config.directory else "",
+            "costs_from": "a guess" if profile is None else profile.origin,
+            "served_as": vllm_config.model_config.served_model_name,
+        },
         lambda: CostProfile.of(planner.costs, name, subject),
     )
     endpoint = vllm_config.observability_config.otlp_traces_endpoint
@@ -252,7 +256,7 @@ def _whole_geometry(workers: Sequence[WorkerGeometry]) -> WorkerGeometry:
 
 
 def _about(
-    model: str, engine: str, layout: ArtifactLayout, digest: bytes, config: HeteroConfig
+    model: str, engine: str, layout: ArtifactLayout, identity: Fingerprint, config: HeteroConfig
 ) -> dict[str, Any]:
     """Return what people ask of an engine that does not change while it runs."""
     values = {key.name: getattr(config, key.name) for key in KEYS}
@@ -263,7 +267,8 @@ def _about(
         "pid": os.getpid(),
         "heterocache": __version__,
         "vllm": engine_identity.engine_version(),
-        "fingerprint": digest.hex(),
+        "fingerprint": identity.hex,
+        "tokenizer": identity.tokenizer.hex(),
         "chunk_tokens": layout.chunk_tokens,
         "config": {**plain, "directory": without_password(config.directory)},
     }
@@ -299,6 +304,12 @@ def _join(config: HeteroConfig, vllm_config: VllmConfig, recorder: Recorder) -> 
         return None
     from ownership.member.joining import open_worker
 
+    name = _worker_name(config, vllm_config)
+    return open_worker(config.directory, name, config.lease_s, config.load_deadline_s, recorder)
+
+
+def _worker_name(config: HeteroConfig, vllm_config: VllmConfig) -> str:
+    """Return the name of this engine in its fleet's directory."""
     assert vllm_config.kv_transfer_config is not None
     name = config.worker_name
     rank = rendezvous.data_parallel_rank(vllm_config)
@@ -306,7 +317,7 @@ def _join(config: HeteroConfig, vllm_config: VllmConfig, recorder: Recorder) -> 
         name = f"{socket.gethostname()}-{vllm_config.kv_transfer_config.engine_id}"
     elif rank is not None:  # each data-parallel engine is a worker of the fleet
         name = f"{name}-dp{rank}"
-    return open_worker(config.directory, name, config.lease_s, config.load_deadline_s, recorder)
+    return name
 
 
 def _peer_access(fleet: Fleet, config: HeteroConfig) -> PeerAccess:

@@ -1,0 +1,188 @@
+"""Reads what a request's body says about its prompts.
+
+Bodies come from clients: whatever is in them, they are read without an error. What the router does
+not understand as vLLM does becomes a `Doubt`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from ownership.router.identity.translations import from_messages, from_responses
+
+Body = Mapping[str, Any]
+
+
+class Doubt(StrEnum):
+    """Why a prompt's chain may not be the worker's."""
+
+    BODY = "body"
+    """The body is not one that vLLM takes."""
+    NO_TOKENIZER = "no_tokenizer"
+    """The model's tokenizer could not be opened here."""
+    TEMPLATE = "template"
+    """There is no chat template, it refuses the conversation, or the request has one of its own."""
+    MEDIA = "media"
+    """Nothing is known after the first image, audio or video."""
+    EMBEDS = "embeds"
+    """The prompt contains embeddings."""
+    TRUNCATION = "truncation"
+    """The worker cuts the prompt."""
+    HISTORY = "history"
+    """Earlier messages are stored at a worker."""
+    NOT_TRANSLATED = "not_translated"
+    """The conversation has parts that are not translated as vLLM does."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation to be rendered by the model's chat template."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """The given ones, without None."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a request. Exactly one of `text`, `tokens` and `conversation` is given, or
+    none with a doubt."""
+
+    text: str | None = None
+    tokens: Sequence[int] | None = None
+    conversation: Conversation | None = None
+    is_wrapped: bool = False
+    """True if the tokenizer's special tokens stand around it."""
+    salt: str | None = None
+    model: str | None = None
+    """The model that the request names: the served one, or an adapter."""
+    doubts: tuple[Doubt, ...] = ()
+
+
+def read_prompts(path: str, body: object) -> list[Prompt]:
+    """Return the prompts of a request, by the path that it is sent to.
+
+    Empty for a path without prompts.
+    """
+    reader = _READERS.get(path)
+    if reader is None:
+        return []
+    if not isinstance(body, Mapping):
+        return [Prompt(doubts=(Doubt.BODY,))]
+    return reader(body)
+
+
+def _completion(body: Body) -> list[Prompt]:
+    given, doubts = body.get("prompt"), _doubts(body)
+    if body.get("prompt_embeds") is not None:
+        return [Prompt(**_common(body), doubts=(*doubts, Doubt.EMBEDS))]
+    if body.get("suffix") is not None:
+        return [Prompt(**_common(body), doubts=(*doubts, Doubt.NOT_TRANSLATED))]
+    if isinstance(given, str) or _are_tokens(given):
+        given = [given]
+    if not isinstance(given, list) or not given:
+        return [Prompt(**_common(body), doubts=(*doubts, Doubt.BODY))]
+    return [_completion_prompt(one, body, doubts) for one in given]
+
+
+def _completion_prompt(given: object, body: Body, doubts: tuple[Doubt, ...]) -> Prompt:
+    is_wrapped = body.get("add_special_tokens", True) is not False
+    if isinstance(given, str):
+        return Prompt(text=given, is_wrapped=is_wrapped, **_common(body), doubts=doubts)
+    if isinstance(given, list) and _are_tokens(given):
+        return Prompt(tokens=given, **_common(body), doubts=doubts)
+    return Prompt(**_common(body), doubts=(*doubts, Doubt.BODY))
+
+
+def _are_tokens(given: object) -> bool:
+    return isinstance(given, list) and bool(given) and type(given[0]) is int
+
+
+def _chat(body: Body) -> list[Prompt]:
+    messages = body.get("messages")
+    if not _are_objects(messages):
+        return [Prompt(**_common(body), doubts=(Doubt.BODY,))]
+    doubts = _doubts(body)
+    kwargs = body.get("chat_template_kwargs") or {}
+    if body.get("chat_template") is not None or not isinstance(kwargs, Mapping):
+        return [Prompt(**_common(body), doubts=(*doubts, Doubt.TEMPLATE))]
+    effort = body.get("reasoning_effort")
+    own = {
+        "add_generation_prompt": body.get("add_generation_prompt", True),
+        "continue_final_message": body.get("continue_final_message", False),
+        "documents": body.get("documents"),
+        "reasoning_effort": effort,
+    }
+    if effort is not None and "enable_thinking" not in kwargs:
+        own["enable_thinking"] = effort != "none"
+    tools = body.get("tools")
+    if tools is not None and not _are_objects(tools):
+        return [Prompt(**_common(body), doubts=(*doubts, Doubt.BODY))]
+    conversation = Conversation(
+        messages,  # type: ignore[arg-type]
+        None if tools is None else [_tool(x) for x in tools],
+        {**kwargs, **{name: x for name, x in own.items() if x is not None and x != "auto"}},
+    )
+    is_wrapped = body.get("add_special_tokens") is True
+    return [
+        Prompt(conversation=conversation, is_wrapped=is_wrapped, **_common(body), doubts=doubts)
+    ]
+
+
+def _responses(body: Body) -> list[Prompt]:
+    if body.get("previous_response_id") is not None:
+        return [Prompt(**_common(body), doubts=(Doubt.HISTORY,))]
+    return _translated(body, from_responses(body))
+
+
+def _messages(body: Body) -> list[Prompt]:
+    return _translated(body, from_messages(body))
+
+
+def _translated(body: Body, chat: Body | None) -> list[Prompt]:
+    if chat is None:
+        return [Prompt(**_common(body), doubts=(Doubt.NOT_TRANSLATED,))]
+    return _chat({**chat, "model": body.get("model"), "cache_salt": body.get("cache_salt")})
+
+
+def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool with the fields that vLLM gives it, in its order: templates write them out."""
+    function = given.get("function")
+    function = function if isinstance(function, Mapping) else {}
+    shown = {name: function.get(name) for name in ("name", "description", "parameters")}
+    deferred = given.get("defer_loading")
+    own = function.get("defer_loading")
+    if function.get("strict") is not None:
+        shown["strict"] = function["strict"]
+    if own is not None or deferred is not None:
+        shown["defer_loading"] = deferred if own is None else own
+    tool = {"type": "function", "function": shown}
+    return tool if deferred is None else {**tool, "defer_loading": deferred}
+
+
+def _are_objects(given: object) -> bool:
+    return isinstance(given, list) and bool(given) and all(isinstance(x, Mapping) for x in given)
+
+
+def _doubts(body: Body) -> tuple[Doubt, ...]:
+    return () if body.get("truncate_prompt_tokens") is None else (Doubt.TRUNCATION,)
+
+
+def _common(body: Body) -> dict[str, Any]:
+    salt, model = body.get("cache_salt"), body.get("model")
+    return {
+        "salt": salt if isinstance(salt, str) and salt else None,
+        "model": model if isinstance(model, str) and model else None,
+    }
+
+
+_READERS = {
+    "/v1/completions": _completion,
+    "/v1/chat/completions": _chat,
+    "/v1/responses": _responses,
+    "/v1/messages": _messages,
+}

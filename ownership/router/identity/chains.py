@@ -1,0 +1,283 @@
+"""Names the chunks of texts as the workers do, and remembers what it has named.
+
+A text is marked about every `_STEP` characters, at a cut (`cuts`). A mark is known by a hash of the
+text before it, so the longest known beginning of any text is found without a session, also after a
+fork or an edit. What follows it is tokenised and hashed; the tokens before it are not needed again,
+except those of the chunk that is not full yet.
+
+The hash decides only which chain is looked up: two texts with one hash would cost time, no wrong
+answer. It is seeded at random, so that no client can make such texts.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import xxhash
+
+from hetero_connector.artifacts.canonical import encode
+from hetero_connector.artifacts.chain import KEY_BYTES, ChunkHasher
+from hetero_connector.artifacts.extra_keys import text_keys
+from hetero_connector.artifacts.record import ROOT, ChunkKey
+from ownership.router.identity.cuts import Cuts
+from ownership.router.identity.tokenizer import ModelTokenizer
+
+_STEP = 2_048
+"""Characters between marks: 400 to 600 tokens, which a turn tokenises again in half a
+millisecond."""
+_NEWEST = 8
+"""Marks that are all kept at the end of a text; before them, one of so many."""
+_LINEAGE_BYTES = 400
+_MARK_BYTES = 300
+"""Measured sizes of what is kept, without keys and tokens."""
+
+
+@dataclass(frozen=True)
+class ChainNaming:
+    """Everything besides the tokens that the keys of a prompt depend on."""
+
+    root: bytes
+    """The key that the worker's chains begin with."""
+    chunk_tokens: int
+    salt: str | None = None
+    adapter_name: str = ""
+    """The name under which a LoRA adapter is served; "" for none."""
+    adapter: bytes = b""
+    """Its digest."""
+    salt_clearings: int = 0
+    """The number of times that everything under the salt was cleared."""
+    model_clearings: int = 0
+    """The same of the adapter's state, or that of the model without one."""
+
+    @cached_property
+    def hasher(self) -> ChunkHasher:
+        """The hasher of the worker's chains."""
+        return ChunkHasher(self.root, self.chunk_tokens)
+
+    @cached_property
+    def extras(self) -> tuple[bytes, bytes]:
+        """The extra keys of the first chunk, and of each later one."""
+        keys = text_keys(self.salt, self, self.adapter_name, self.adapter)
+        return keys(0, self.chunk_tokens), keys(self.chunk_tokens, 2 * self.chunk_tokens)
+
+    def of_salt(self, salt: str) -> int:
+        """Return how often everything under the salt was cleared."""
+        return self.salt_clearings
+
+    def of_model(self, model: str) -> int:
+        """Return how often the adapter's state was cleared."""
+        return self.model_clearings
+
+    @cached_property
+    def identity(self) -> bytes:
+        """Bytes that no other naming has."""
+        return encode([self.root, self.chunk_tokens, *self.extras])
+
+
+@dataclass(frozen=True)
+class PromptChain:
+    """The full chunks of one prompt."""
+
+    keys: Sequence[ChunkKey]
+    chunk_tokens: int
+    num_tokens: int
+    tokenized: int
+    """Tokens that were made for it; the others were known."""
+
+    @property
+    def ends(self) -> range:
+        """The end of each chunk, in tokens."""
+        size = self.chunk_tokens
+        return range(size, size * (len(self.keys) + 1), size)
+
+
+class _Mark(NamedTuple):
+    """The state at one cut of a text."""
+
+    digest: bytes
+    cut: int
+    num_tokens: int
+    rest: bytes
+    """The tokens after the last full chunk, uint32."""
+
+
+@dataclass(eq=False)
+class _Lineage:
+    """The marks of one text, which grows. Its first ones may be another's."""
+
+    keys: bytearray
+    """The keys of the full chunks before the last mark."""
+    marks: list[_Mark] = field(default_factory=list)
+
+    @property
+    def size_bytes(self) -> int:
+        rests = sum(len(mark.rest) for mark in self.marks)
+        return _LINEAGE_BYTES + len(self.keys) + _MARK_BYTES * len(self.marks) + rests
+
+
+class _Chunks:
+    """Hashes tokens as they come."""
+
+    def __init__(self, naming: ChainNaming, keys: bytes, num_tokens: int, rest: bytes) -> None:
+        self.naming = naming
+        self.keys = bytearray(keys)
+        self.num_tokens = num_tokens
+        self.rest = array("I", rest)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens. Raises ValueError for one that is no uint32."""
+        try:
+            self.rest.extend(array("I", tokens))
+        except (OverflowError, TypeError) as error:
+            raise ValueError(f"token ids must be integers in [0, 2**32): {error}") from error
+        self.num_tokens += len(tokens)
+        size, hasher = self.naming.chunk_tokens, self.naming.hasher
+        first, later = self.naming.extras
+        done = 0
+        while done + size <= len(self.rest):
+            parent = ChunkKey(bytes(self.keys[-KEY_BYTES:])) if self.keys else ROOT
+            chunk = self.rest[done : done + size]
+            self.keys += hasher.key(parent, chunk, later if self.keys else first)
+            done += size
+        del self.rest[:done]
+
+    def chain(self, tokenized: int) -> PromptChain:
+        """Return the chunks so far."""
+        whole = bytes(self.keys)
+        keys = [ChunkKey(whole[at : at + KEY_BYTES]) for at in range(0, len(whole), KEY_BYTES)]
+        return PromptChain(keys, self.naming.chunk_tokens, self.num_tokens, tokenized)
+
+
+class ChainCache:
+    """Names prompts, with bounded memory. Thread-safe."""
+
+    def __init__(self, max_bytes: int = 256 << 20) -> None:
+        """`max_bytes`: memory for what is known. A session of 100,000 tokens takes about 25 KiB."""
+        self._max_bytes = max_bytes
+        self._seed = secrets.randbits(63)
+        self._lock = threading.Lock()
+        self._index: dict[bytes, tuple[_Lineage, int]] = {}
+        """By a mark's digest: its text, and the number of full chunks before it."""
+        self._lineages: OrderedDict[int, _Lineage] = OrderedDict()
+        """By id, the one used longest ago first."""
+        self._size_bytes = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all that is known."""
+        return self._size_bytes
+
+    def of_tokens(self, tokens: Sequence[int], naming: ChainNaming) -> PromptChain:
+        """Return the chunks of a prompt of token ids. Raises ValueError as `_Chunks.extend`."""
+        chunks = _Chunks(naming, b"", 0, b"")
+        chunks.extend(tokens)
+        return chunks.chain(0)
+
+    def of_text(
+        self, tokenizer: ModelTokenizer, text: str, naming: ChainNaming, *, is_wrapped: bool
+    ) -> PromptChain:
+        """Return the chunks of a text.
+
+        `is_wrapped`: the tokenizer's special tokens stand around it. Raises ValueError for a text
+        that is not Unicode.
+        """
+        digest = xxhash.xxh3_128(encode([naming.identity, is_wrapped]), seed=self._seed)
+        marks = list(_marks(tokenizer.cuts, text, digest))
+        at, lineage, mark, chunks = self._resume(marks, naming)
+        if mark is None and is_wrapped:
+            chunks.extend(tokenizer.before)
+        begin = 0 if mark is None else mark.cut
+        known = 0 if mark is None else mark.num_tokens
+        new = list[_Mark]()
+        for cut, name in marks[at:]:
+            chunks.extend(tokenizer.tokens(text[begin:cut]))
+            new.append(_Mark(name, cut, chunks.num_tokens, chunks.rest.tobytes()))
+            begin = cut
+        if new:
+            self._record(lineage, mark, new, bytes(chunks.keys), naming.chunk_tokens)
+        if begin < len(text):
+            chunks.extend(tokenizer.tokens(text[begin:]))
+        if is_wrapped:
+            chunks.extend(tokenizer.after)
+        return chunks.chain(chunks.num_tokens - known)
+
+    def _resume(
+        self, marks: Sequence[tuple[int, bytes]], naming: ChainNaming
+    ) -> tuple[int, _Lineage | None, _Mark | None, _Chunks]:
+        """Return the number of marks up to the last known one, and what is known there."""
+        with self._lock:
+            for at in range(len(marks), 0, -1):
+                found = self._index.get(marks[at - 1][1])
+                if found is None:
+                    continue
+                lineage, num_chunks = found
+                self._lineages.move_to_end(id(lineage))
+                mark = next(x for x in reversed(lineage.marks) if x.digest == marks[at - 1][1])
+                keys = bytes(lineage.keys[: num_chunks * KEY_BYTES])
+                return at, lineage, mark, _Chunks(naming, keys, mark.num_tokens, mark.rest)
+        return 0, None, None, _Chunks(naming, b"", 0, b"")
+
+    def _record(
+        self,
+        lineage: _Lineage | None,
+        last: _Mark | None,
+        new: Sequence[_Mark],
+        keys: bytes,
+        chunk_tokens: int,
+    ) -> None:
+        """Add marks after `last`: to its text if that has not gone on otherwise, else to a new one.
+
+        `keys`: those of all full chunks before the last new mark.
+        """
+        with self._lock:
+            is_at_end = lineage is not None and bool(lineage.marks) and lineage.marks[-1] is last
+            if lineage is None or not is_at_end or id(lineage) not in self._lineages:
+                lineage = _Lineage(bytearray())
+                self._lineages[id(lineage)] = lineage
+            else:
+                self._size_bytes -= lineage.size_bytes
+            lineage.keys += keys[len(lineage.keys) :]
+            lineage.marks += new
+            for mark in new:
+                self._index[mark.digest] = lineage, mark.num_tokens // chunk_tokens
+            self._thin_out(lineage)
+            self._size_bytes += lineage.size_bytes
+            while self._size_bytes > self._max_bytes and self._lineages:
+                _, oldest = self._lineages.popitem(last=False)
+                self._size_bytes -= oldest.size_bytes
+                self._forget(oldest, oldest.marks)
+
+    def _thin_out(self, lineage: _Lineage) -> None:
+        old = lineage.marks[:-_NEWEST]
+        dropped = [mark for mark in old if mark.cut // _STEP % _NEWEST]
+        if dropped:
+            self._forget(lineage, dropped)
+            gone = {mark.digest for mark in dropped}
+            lineage.marks = [mark for mark in lineage.marks if mark.digest not in gone]
+
+    def _forget(self, lineage: _Lineage, marks: Iterable[_Mark]) -> None:
+        for mark in marks:
+            found = self._index.get(mark.digest)
+            if found is not None and found[0] is lineage:
+                del self._index[mark.digest]
+
+
+def _marks(cuts: Cuts, text: str, digest: xxhash.xxh3_128) -> Iterable[tuple[int, bytes]]:
+    """Yield the first cut after each multiple of `_STEP`, with the hash of the text before it."""
+    if not cuts.exist:
+        return
+    before = 0
+    for start in range(_STEP, len(text), _STEP):
+        cut = cuts.first(text, start)
+        if cut is None or not before < cut < start + _STEP:
+            continue
+        digest.update(text[before:cut].encode("utf-8", "surrogatepass"))
+        before = cut
+        yield cut, digest.digest()

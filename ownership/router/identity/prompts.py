@@ -1,0 +1,85 @@
+"""From a request to the chunk keys of its prompts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from ownership.router.identity.bodies import Conversation, Doubt, Prompt, read_prompts
+from ownership.router.identity.chains import ChainCache, ChainNaming, PromptChain
+from ownership.router.identity.chat import TemplateError, render
+from ownership.router.identity.tokenizer import ModelTokenizer
+
+
+class NamedPrompt(NamedTuple):
+    """The chain of one prompt, and what speaks against it."""
+
+    chain: PromptChain | None
+    """None if nothing of the prompt is known. With a doubt, its beginning may be right."""
+    doubts: tuple[Doubt, ...]
+
+
+class PromptIdentity:
+    """Identifies the prompts of one model's requests. Thread-safe."""
+
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer | None,
+        cache: ChainCache,
+        *,
+        chat_template: str | None = None,
+        template_kwargs: dict[str, object] | None = None,
+    ) -> None:
+        """`tokenizer`: None if it could not be opened. `chat_template` and `template_kwargs`: those
+        that the servers were started with, `--chat-template` and `--default-chat-template-kwargs`.
+        """
+        self.tokenizer = tokenizer
+        self._cache = cache
+        self._template = chat_template
+        self._template_kwargs = template_kwargs or {}
+
+    def read(self, path: str, body: object) -> list[Prompt]:
+        """Return the prompts of a request as texts or tokens, by the path that it is sent to.
+
+        Empty for a path without prompts. Never raises for what a client wrote.
+        """
+        return [self._rendered(prompt) for prompt in read_prompts(path, body)]
+
+    def name(self, prompt: Prompt, naming: ChainNaming) -> NamedPrompt:
+        """Return the chain of a prompt that was read."""
+        try:
+            if prompt.tokens is not None:
+                return NamedPrompt(self._cache.of_tokens(prompt.tokens, naming), prompt.doubts)
+            if prompt.text is None or self.tokenizer is None:
+                doubts = prompt.doubts or (Doubt.NO_TOKENIZER,)
+                return NamedPrompt(None, doubts)
+            chain = self._cache.of_text(
+                self.tokenizer, prompt.text, naming, is_wrapped=prompt.is_wrapped
+            )
+        except ValueError:
+            return NamedPrompt(None, (*prompt.doubts, Doubt.BODY))
+        return NamedPrompt(chain, prompt.doubts)
+
+    def _rendered(self, prompt: Prompt) -> Prompt:
+        """Return the prompt with its conversation as a text."""
+        conversation = prompt.conversation
+        if conversation is None:
+            return prompt
+        if self.tokenizer is None:
+            return replace(prompt, doubts=(*prompt.doubts, Doubt.NO_TOKENIZER))
+        template = self._template or self.tokenizer.template(conversation.tools is not None)
+        if template is None:
+            return replace(prompt, doubts=(*prompt.doubts, Doubt.TEMPLATE))
+        kwargs = {**self._template_kwargs, **conversation.template_kwargs}
+        given = Conversation(conversation.messages, conversation.tools, kwargs)
+        try:
+            text, is_whole = render(given, template, self.tokenizer.special_texts)
+        except TemplateError:
+            return replace(prompt, doubts=(*prompt.doubts, Doubt.TEMPLATE))
+        if is_whole:
+            return replace(prompt, text=text)
+        # Tokens may merge over the end of what is known.
+        end = self.tokenizer.cuts.last(text)
+        return replace(
+            prompt, text=text[:end], is_wrapped=False, doubts=(*prompt.doubts, Doubt.MEDIA)
+        )

@@ -1,0 +1,194 @@
+"""Translates requests of the Responses and Messages APIs to chat requests, as vLLM does.
+
+Each returns None for a request with parts that are not translated here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Body = Mapping[str, Any]
+Message = dict[str, Any]
+
+_BILLING = "x-anthropic-billing-header"
+"""The first line of Claude Code's system prompt, another one in each request; vLLM drops it."""
+
+
+def from_responses(body: Body) -> Body | None:
+    """Return the chat request of a Responses request without a stored history."""
+    messages: list[Message] = []
+    if body.get("instructions"):
+        messages.append({"role": "system", "content": body["instructions"]})
+    given = body.get("input")
+    if isinstance(given, str):
+        messages.append({"role": "user", "content": given})
+    elif not _add_items(messages, given):
+        return None
+    tools = body.get("tools") or ()
+    if any(not isinstance(x, Mapping) or x.get("type") != "function" for x in tools):
+        return None
+    reasoning = body.get("reasoning")
+    effort = reasoning.get("effort") if isinstance(reasoning, Mapping) else None
+    return {
+        "messages": messages,
+        "tools": [{"type": "function", "function": tool} for tool in tools] or None,
+        "reasoning_effort": effort,
+        "chat_template_kwargs": body.get("chat_template_kwargs"),
+        "truncate_prompt_tokens": body.get("truncation") if _truncates(body) else None,
+    }
+
+
+def _truncates(body: Body) -> bool:
+    return body.get("truncation") not in (None, "disabled")
+
+
+def _add_items(messages: list[Message], items: object) -> bool:
+    """Add the items of an input; return False if one is not known, or is to be continued."""
+    if not isinstance(items, list) or not all(_add_item(messages, item) for item in items):
+        return False
+    return not items or items[-1].get("status") not in ("in_progress", "incomplete")
+
+
+def _add_item(messages: list[Message], item: object) -> bool:
+    """Add an item of the input to the messages; return False for one that is not known here."""
+    if not isinstance(item, dict):
+        return False
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    match item:
+        case {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}:
+            if item.get("namespace"):
+                return False
+            function = {"name": name, "arguments": arguments}
+            call = {"id": call_id, "function": function, "type": "function"}
+            if last is not None:
+                last.setdefault("tool_calls", []).append(call)
+            else:
+                messages.append({"role": "assistant", "tool_calls": [call]})
+        case {"type": "function_call_output", "call_id": call_id, "output": str(output)}:
+            messages.append({"role": "tool", "content": output, "tool_call_id": call_id})
+        case {"type": "reasoning", "content": [{"text": str(text)}, *_]}:
+            if item.get("encrypted_content"):
+                return False
+            _add_to_assistant(messages, last, "reasoning", text)
+        case {"role": "assistant", "content": str(text) | [{"text": str(text)}, *_]}:
+            _add_to_assistant(messages, last, "content", text)
+        case {"role": "user" | "system" | "developer", "content": _}:
+            messages.append(item)
+        case _:
+            return False
+    return True
+
+
+def _add_to_assistant(messages: list[Message], last: Message | None, name: str, text: str) -> None:
+    if last is not None and last.get(name) is None:
+        last[name] = text
+    else:
+        messages.append({"role": "assistant", name: text})
+
+
+def from_messages(body: Body) -> Body | None:
+    """Return the chat request of a Messages request.
+
+    System messages after the first stay where they are, as with templates that take them there.
+    """
+    given, tools, thinking = body.get("messages"), body.get("tools"), body.get("thinking")
+    if not isinstance(given, list) or not _are_plain(tools):
+        return None
+    messages: list[Message] = []
+    if system := _system(body.get("system")):
+        messages.append({"role": "system", "content": system})
+    for message in given:
+        if not isinstance(message, dict) or not _add_message(messages, message):
+            return None
+    if isinstance(thinking, Mapping) and thinking.get("type") == "disabled":
+        return None  # its effect depends on the template
+    config = body.get("output_config")
+    return {
+        "messages": messages,
+        "tools": None if tools is None else [_tool(tool) for tool in tools],
+        "reasoning_effort": config.get("effort") if isinstance(config, Mapping) else None,
+        "chat_template_kwargs": body.get("chat_template_kwargs"),
+    }
+
+
+def _are_plain(tools: object) -> bool:
+    if tools is None:
+        return True
+    return isinstance(tools, list) and all(
+        isinstance(tool, Mapping) and "input_schema" in tool for tool in tools
+    )
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {name: tool.get(name) for name in ("name", "description", "strict", "defer_loading")}
+    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
+
+
+def _system(given: object) -> str:
+    if isinstance(given, str):
+        return given
+    blocks = given if isinstance(given, list) else []
+    return "".join(text for block in blocks if not (text := _text(block)).startswith(_BILLING))
+
+
+def _text(block: object) -> str:
+    is_text = isinstance(block, Mapping) and block.get("type") == "text"
+    text = block.get("text") if is_text else None  # type: ignore[attr-defined]
+    return text if isinstance(text, str) else ""
+
+
+def _add_message(messages: list[Message], message: Message) -> bool:
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant"):
+        return False
+    if isinstance(content, str):
+        messages.append({"role": role, "content": content})
+        return True
+    if not isinstance(content, list):
+        return False
+    made: Message = {"role": role}
+    parts: list[dict[str, Any]] = []
+    reasoning: list[str] = []
+    for block in content:
+        match block:
+            case {"type": "text", "text": str(text)}:
+                parts += [{"type": "text", "text": text}] if text else []
+            case {"type": "thinking", "thinking": str(text)}:
+                reasoning.append(text)
+            case {"type": "redacted_thinking"}:
+                pass
+            case {"type": "image", "source": _}:
+                parts.append({"type": "image_url", "image_url": {"url": ""}})
+            case {"type": "tool_use", "id": str(call_id), "name": str(name)}:
+                function = {"name": name, "arguments": json.dumps(block.get("input") or {})}
+                call = {"id": call_id, "type": "function", "function": function}
+                made.setdefault("tool_calls", []).append(call)
+            case {"type": "tool_result"} if role == "user":
+                if not _add_result(messages, block):
+                    return False
+            case _:
+                return False
+    if reasoning:
+        made["reasoning"] = "".join(reasoning)
+    if len(parts) == 1 and parts[0]["type"] == "text":
+        made["content"] = parts[0]["text"]
+    elif parts:
+        made["content"] = parts
+    if role != "user" or "content" in made:
+        messages.append(made)
+    return True
+
+
+def _add_result(messages: list[Message], block: Mapping[str, Any]) -> bool:
+    """Add a tool's result; return False if it is not text alone."""
+    content = block.get("content", "")
+    if not isinstance(content, str):
+        items: Sequence[object] = content if isinstance(content, list) else [None]
+        if any(not isinstance(x, Mapping) or x.get("type") != "text" for x in items):
+            return False
+        content = "\n".join(map(_text, items))
+    call_id = block.get("tool_use_id") or ""
+    messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+    return True
