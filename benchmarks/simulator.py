@@ -31,7 +31,13 @@ from hetero_connector.units import GIB
 from ownership.scheduling.fleet import Role
 from ownership.simulator.figures import SimulationResult
 from ownership.simulator.fleet_file import FleetSpec
-from ownership.simulator.machine.costs import COMPUTE, H200, derived_costs, page_bytes_of
+from ownership.simulator.machine.costs import (
+    COMPUTE,
+    H200,
+    derived_costs,
+    page_bytes_of,
+    roofline_of,
+)
 from ownership.simulator.machine.engine import EngineLimits
 from ownership.simulator.machine.worker import WorkerSpec
 from ownership.simulator.policies import parse_policy
@@ -56,9 +62,10 @@ _GROWTH_ROUNDS = 3
 def fleet_of(model_name: str, count: int, gpus: int) -> FleetSpec:
     """Return H200 workers with a quarter of a TiB of DRAM and two TiB of SSD."""
     model, compute = PRESETS[model_name](tp_size=gpus), COMPUTE[model_name]
-    costs = derived_costs(H200, gpus, model, compute, _STEP_TOKENS)
+    roofline = roofline_of(H200, gpus, model, compute)
+    costs = derived_costs(H200, gpus, model, roofline, _STEP_TOKENS)
     capacity = TierBytes(page_bytes_of(H200, gpus, compute), 256 * GIB, 2048 * GIB)
-    workers = [WorkerSpec(f"w{i:02}", costs, capacity, Role.BOTH) for i in range(count)]
+    workers = [WorkerSpec(f"w{i:02}", costs, capacity, Role.BOTH, roofline) for i in range(count)]
     limits = EngineLimits(_STEP_TOKENS, 256)
     return FleetSpec("benchmark", model_name, model, tuple(workers), limits, {})
 

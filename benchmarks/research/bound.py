@@ -15,7 +15,9 @@ of the simulator's `StepTimes`):
    A request that is sent at a fixed time a could wait for chunks of one that comes later, and has
    its first token after that one was sent. If that is not before a + T, T being its time without
    those chunks, waiting is no better than T.
-3. *Answer.* Each further token takes a step of at least d0 + d1 + d2 (context). Or the request was
+   By a roofline it takes at least launch + n_i (operations + exchange) + pairs, in both cases.
+3. *Answer.* Each further token takes a step of at least d0 + d1 + d2 (context); by a
+   roofline launch + the products of one token + the context: it grows with the batch. Or it was
    preempted: then a step without it passes (at least d0), and the token comes when its prompt is
    computed again, whose last token no cache has: as in 2, of prompt + 1 tokens at least.
 4. *Session.* A request is sent when what it waits for was answered and thought about. By induction
@@ -33,7 +35,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,13 +64,27 @@ class LeastTimes(NamedTuple):
     """d1, added by a decode; then d2, added by every token of its context."""
     context_s: float
     step_tokens: int
+    alone_s: float = 0.0
+    """By how much a step with one decode takes longer than these say."""
 
     @classmethod
-    def of(cls, fleet: FleetSpec) -> LeastTimes:
-        """Take the least of a fleet's workers."""
+    def of(cls, fleet: FleetSpec, weights: float = 0.0) -> LeastTimes:
+        """Take the least of a fleet's workers.
+
+        `weights`: of a roofline, the share in which reading weights counts in every step. The rest
+        is operations, and the larger of both is more than any mean of them.
+        """
         found = []
         for worker in fleet.workers:
             compute, delays = worker.costs.compute.coefficients, worker.costs.delays()
+            if (roof := worker.roofline) is not None:
+                step_s = roof.launch_s + weights * roof.weights_s * roof.used_share
+                token_s = (1.0 - weights) * roof.token_s + roof.exchange_s
+                alone_s = roof.launch_s + roof.products_s(1.0) - step_s - token_s
+                found.append(
+                    (step_s, token_s, roof.pair_s, step_s, token_s, roof.context_s, alone_s)
+                )
+                continue
             found.append(
                 (
                     min(compute.step_s, delays.step_s + delays.mixed_s),
@@ -77,18 +93,22 @@ class LeastTimes(NamedTuple):
                     delays.step_s,
                     delays.decode_s,
                     delays.context_s,
+                    0.0,
                 )
             )
-        step_s, token_s, attention_s, empty_s, decode_s, context_s = map(
+        step_s, token_s, attention_s, empty_s, decode_s, context_s, alone_s = map(
             min, zip(*found, strict=True)
         )
-        limit = fleet.limits.step_tokens
-        return cls(step_s, token_s, attention_s, empty_s, decode_s, context_s, limit)
+        return cls(
+            step_s, token_s, attention_s, empty_s, decode_s, context_s,
+            fleet.limits.step_tokens, alone_s,
+        )  # fmt: skip
 
     def prefill_s(self, prompt_tokens: int, reused_tokens: int) -> float:
         """Return the seconds of computing a prompt after its first `reused_tokens`."""
         steps = -(-(prompt_tokens - reused_tokens) // self.step_tokens)
-        return steps * self.step_s + self.prefill_work_s(prompt_tokens, reused_tokens)
+        seconds = steps * self.step_s + self.prefill_work_s(prompt_tokens, reused_tokens)
+        return max(seconds, self.step_s + self.alone_s)
 
     def prefill_work_s(self, prompt_tokens: int, reused_tokens: int) -> float:
         """Return the same without the constant part of each step."""
@@ -105,12 +125,12 @@ class LeastTimes(NamedTuple):
 
         `cached_tokens`: the most tokens of its prompt that it finds.
         """
-        return self.empty_s + self.prefill_s(prompt_tokens + 1, cached_tokens)
+        return self.empty_s + self.alone_s + self.prefill_s(prompt_tokens + 1, cached_tokens)
 
     def decoding_s(self, prompt_tokens: int, output_tokens: int, cached_tokens: int) -> float:
         """Return the seconds from the first token of an answer to its last."""
         again_s = self.again_s(prompt_tokens, cached_tokens)
-        first_s = self.empty_s + self.decode_work_s(prompt_tokens)
+        first_s = self.empty_s + self.alone_s + self.decode_work_s(prompt_tokens)
         steps = output_tokens - 1
         decodes = 0 if first_s > again_s else steps
         if self.context_s:  # each is longer than the one before it
@@ -206,6 +226,10 @@ class _Bounding:
         self, trace: Trace, fleet: FleetSpec, chunk_tokens: int, keep_answers: bool
     ) -> None:
         self._least, self._size = LeastTimes.of(fleet), chunk_tokens
+        self._shared = [self._least]
+        """Each gives a bound on waiting."""
+        if any(worker.roofline for worker in fleet.workers):
+            self._shared += [LeastTimes.of(fleet, weights) for weights in (0.25, 0.5, 0.75)]
         self._workers, self._model = len(fleet.workers), fleet.model
         self._block_tokens, self._keep = trace.block_tokens, keep_answers
         self._family = Family()
@@ -233,40 +257,50 @@ class _Bounding:
             array("d", (k.answer_s for k in self._known)),
             tasks_s,
             waits_s,
-            self._queue_s(map(self._first_token, self._known), len(self._known)),
-            self._queue_s((self._chain(found) for _, found in self._sessions), len(tasks_s)),
+            self._queue_s(
+                lambda least: (self._first_token(least, x) for x in self._known), len(self._known)
+            ),
+            self._queue_s(
+                lambda least: (self._chain(least, found) for _, found in self._sessions),
+                len(tasks_s),
+            ),
             self._most_saved(),
             sum(k.prompt_tokens for k in self._known),
         )
 
-    def _queue_s(self, sessions: Iterable[Sequence[Demand]], count: int) -> float:
+    def _queue_s(
+        self, sessions: Callable[[LeastTimes], Iterable[Sequence[Demand]]], count: int
+    ) -> float:
         """Return the mean seconds that each of `count` sessions waits for engines."""
         begin_s = min((known.sent_s for known in self._known), default=0.0)
-        prices = ShadowPrices(sessions, self._workers, self._least.empty_s, begin_s)
-        return prices.waiting_s() / max(1, count)
+        waits_s = (
+            ShadowPrices(sessions(least), self._workers, least.empty_s, begin_s).waiting_s()
+            for least in self._shared
+        )
+        return max(waits_s) / max(1, count)
 
-    def _first_token(self, known: _Known) -> Sequence[Demand]:
+    def _first_token(self, least: LeastTimes, known: _Known) -> Sequence[Demand]:
         """Return the demand of a first token, if the request is sent at a fixed time."""
         if known.request.parent is not None:
             return ()
-        return (Demand(known.sent_s + known.first_token_s, *self._prompt(known)),)
+        return (Demand(known.sent_s + known.first_token_s, *self._prompt(least, known)),)
 
-    def _chain(self, requests: Sequence[_Known]) -> Sequence[Demand]:
+    def _chain(self, least: LeastTimes, requests: Sequence[_Known]) -> Sequence[Demand]:
         """Return the demands of the requests that the end of a session waits for, in order."""
         last = max(requests, key=lambda known: known.sent_s + known.answer_s, default=None)
         chain: list[Demand] = []
         while last is not None:
-            chain.append(self._answer(last))
+            chain.append(self._answer(least, last))
             last = requests[last.request.parent or 0] if last.waited else None
         return chain[::-1]
 
-    def _answer(self, known: _Known) -> Demand:
-        least, tokens = self._least, known.prompt_tokens
+    def _answer(self, least: LeastTimes, known: _Known) -> Demand:
+        tokens = known.prompt_tokens
         further = max(1, known.request.output_tokens) - 1
         cached_tokens = self._findable_tokens(known)
         return Demand(
             known.sent_s + known.answer_s,
-            *self._prompt(known),
+            *self._prompt(least, known),
             further,
             known.answer_s - known.first_token_s,
             least.decode_work_s(tokens),
@@ -275,9 +309,9 @@ class _Bounding:
             least.prefill_work_s(tokens + 1, cached_tokens),
         )
 
-    def _prompt(self, known: _Known) -> tuple[float, float, float]:
+    def _prompt(self, least: LeastTimes, known: _Known) -> tuple[float, float, float]:
         """Return the demand of a prompt: the second to fourth field of `Demand`."""
-        least, tokens = self._least, known.prompt_tokens
+        tokens = known.prompt_tokens
         ever = self._reused_ever(known)
         own_s = least.prefill_work_s(tokens, ever)
         more_s = least.prefill_work_s(tokens, self._reused_tokens(known)) - own_s

@@ -27,7 +27,6 @@ from ownership.scheduling.step import Step
 from ownership.scheduling.step_pricing import Route
 from ownership.simulator.figures import Tally, mean
 from ownership.simulator.fleet_file import FleetSpec
-from ownership.simulator.machine.engine import StepTimes
 from ownership.simulator.machine.request import LiveRequest
 from ownership.simulator.policies import PolicySpec
 from ownership.simulator.simulation import FleetSimulation
@@ -205,7 +204,7 @@ class Hindsight:
         self._sessions = list(trace)
         self._fleet, self._block_tokens = fleet, trace.block_tokens
         self._shape = StateShape.of(fleet.model, chunk_tokens)
-        times = StepTimes(fleet.workers[0].costs)
+        times = fleet.workers[0].step_times()
         self._decoding_s = [
             [times.decode_s(1, r.input_tokens, r.output_tokens) for r in session.requests]
             for session in self._sessions

@@ -19,8 +19,15 @@ from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.presets import PRESETS
 from hetero_connector.units import GIB
 from ownership.scheduling.fleet import Link, Role
-from ownership.simulator.machine.costs import COMPUTE, HARDWARE, derived_costs, page_bytes_of
+from ownership.simulator.machine.costs import (
+    COMPUTE,
+    HARDWARE,
+    derived_costs,
+    page_bytes_of,
+    roofline_of,
+)
 from ownership.simulator.machine.engine import EngineLimits
+from ownership.simulator.machine.roofline import Roofline
 from ownership.simulator.machine.worker import WorkerSpec
 from ownership.simulator.state.memory import TierBytes
 
@@ -171,7 +178,7 @@ class _Reader:
     def _workers(self, model: ModelSpec) -> Iterator[WorkerSpec]:
         for at, kind in enumerate(self._fleet.workers):
             field = f"workers[{at}]"
-            costs = self._costs(kind, model, field)
+            costs, roofline = self._costs(kind, model, field)
             capacity = TierBytes(
                 self._hbm_bytes(kind, field),
                 int(kind.dram_gib * GIB),
@@ -181,17 +188,20 @@ class _Reader:
                 raise self._error("an SSD needs DRAM: reads pass through it", f"{field}.dram_gib")
             for number in range(kind.count):
                 name = f"{kind.name}-{number}" if kind.count > 1 else kind.name
-                yield WorkerSpec(name, costs, capacity, Role(kind.role))
+                yield WorkerSpec(name, costs, capacity, Role(kind.role), roofline)
 
-    def _costs(self, kind: _Worker, model: ModelSpec, field: str) -> CostModel:
+    def _costs(
+        self, kind: _Worker, model: ModelSpec, field: str
+    ) -> tuple[CostModel, Roofline | None]:
         if (kind.hardware is None) == (kind.profile is None):
             raise self._error("needs either hardware or profile", field)
         if kind.hardware is not None:
             if kind.hardware not in HARDWARE:
                 problem = f"no {kind.hardware!r}; there are {', '.join(HARDWARE)}"
                 raise self._error(problem, f"{field}.hardware")
-            compute, steps = COMPUTE[self._fleet.model], self._fleet.step_tokens
-            return derived_costs(HARDWARE[kind.hardware], kind.gpus, model, compute, steps)
+            hardware, steps = HARDWARE[kind.hardware], self._fleet.step_tokens
+            roofline = roofline_of(hardware, kind.gpus, model, COMPUTE[self._fleet.model])
+            return derived_costs(hardware, kind.gpus, model, roofline, steps), roofline
         assert kind.profile is not None
         try:
             profile = CostProfile.read(self._path.parent / kind.profile)
@@ -200,7 +210,8 @@ class _Reader:
         if profile.subject.tp_size != kind.gpus:
             problem = f"was measured with tensor parallelism {profile.subject.tp_size}"
             raise self._error(f"{problem}, not {kind.gpus} (gpus)", f"{field}.profile")
-        return profile.cost_model(model.state_types, step_tokens=self._fleet.step_tokens)
+        steps = self._fleet.step_tokens
+        return profile.cost_model(model.state_types, step_tokens=steps), None
 
     def _hbm_bytes(self, kind: _Worker, field: str) -> int:
         if kind.hbm_gib is not None:

@@ -77,6 +77,7 @@ class StepTimes:
     def __init__(self, costs: CostModel) -> None:
         self._compute = costs.compute.coefficients
         self._delays = costs.delays()
+        self._launch_s = self._compute.step_s
         self._num_steps = costs.num_steps
         self.overhead = costs.overhead
         """Seconds of each request besides its steps."""
@@ -86,13 +87,17 @@ class StepTimes:
         step_s, token_s, attention_s = self._compute
         return step_s + token_s * tokens + attention_s * work
 
-    def delay_s(self, tokens: int, work: float) -> float:
-        """Return the seconds by which a prefill makes a step of decodes longer."""
+    def delay_s(self, tokens: int, work: float, decodes: int) -> float:
+        """Return the seconds by which a prefill makes a step of so many decodes longer."""
         return self._delays.delay_s(tokens, work, 1.0)
+
+    def decode_step_s(self, decodes: int, context_tokens: float) -> float:
+        """Return the seconds of a step without a prefill; linear in the context tokens."""
+        return self._delays.decode_step_s(decodes, context_tokens)
 
     def decode_s(self, decodes: int, context_tokens: int, steps: int = 1) -> float:
         """Return the seconds of consecutive steps; each adds a token to every context."""
-        one_s = self._delays.decode_step_s(decodes, context_tokens)
+        one_s = self.decode_step_s(decodes, context_tokens)
         grown = self._delays.context_s * decodes * (steps * (steps - 1) / 2)
         return steps * one_s + grown
 
@@ -101,14 +106,14 @@ class StepTimes:
         tokens = max(1, prompt_tokens - reused_tokens)
         steps = max(1, self._num_steps(tokens))
         work = tokens * (prompt_tokens - tokens / 2)
-        seconds = self.prefill_s(tokens, work) + (steps - 1) * self._compute.step_s
+        seconds = self.prefill_s(tokens, work) + (steps - 1) * self._launch_s
         seconds += self.overhead.delay_s(prompt_tokens) + self.overhead.blocking_s(prompt_tokens)
         return seconds + self.decode_s(1, prompt_tokens, output_tokens - 1)
 
     def decode_steps_until(self, decodes: int, context_tokens: int, elapsed_s: float) -> int:
         """Return the fewest steps, at least 1, that take `elapsed_s` or longer."""
         half_s = self._delays.context_s * decodes / 2
-        one_s = self._delays.decode_step_s(decodes, context_tokens) - half_s
+        one_s = self.decode_step_s(decodes, context_tokens) - half_s
         if half_s > 0.0:
             root = math.sqrt(one_s * one_s + 4.0 * half_s * elapsed_s)
             steps = (root - one_s) / (2.0 * half_s)
@@ -255,7 +260,7 @@ class BatchEngine:
             left -= count
         scheduling_s, self._scheduling_s = self._scheduling_s, 0.0
         if decodes:
-            late_s = self.times.delay_s(tokens, work)
+            late_s = self.times.delay_s(tokens, work, decodes)
             compute_s = self.times.decode_s(decodes, self.context_tokens) + late_s
             self.totals.late_s += decodes * (scheduling_s + late_s)
         else:

@@ -24,6 +24,7 @@ from ownership.simulator.machine.engine import (
     StepTimes,
 )
 from ownership.simulator.machine.request import LiveRequest
+from ownership.simulator.machine.roofline import Roofline, RooflineTimes
 from ownership.simulator.state.checkpoints import CheckpointKeeper, Retention
 from ownership.simulator.state.chunks import ShortChunk
 from ownership.simulator.state.memory import TierBytes, WorkerMemory
@@ -41,6 +42,12 @@ class WorkerSpec:
     costs: CostModel
     capacity: TierBytes
     role: Role = Role.BOTH
+    roofline: Roofline | None = None
+    """The seconds of its steps; None: those of the cost model."""
+
+    def step_times(self) -> StepTimes:
+        """Return how long its engine's steps take."""
+        return RooflineTimes(self.costs, self.roofline) if self.roofline else StepTimes(self.costs)
 
 
 class CachePolicy(NamedTuple):
@@ -117,7 +124,7 @@ class Worker:
             self.memory, self._restorer, costs, self.ssd_reads, self.flows.staged, retention
         )
         self.engine = BatchEngine(
-            loop, StepTimes(costs), self.memory, admission, limits,
+            loop, spec.step_times(), self.memory, admission, limits,
             self._on_prefilled, self._on_finished,
         )  # fmt: skip
         rates = CheckpointRates.learned(costs, has_ssd=spec.capacity.ssd > 0)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.research.bound import bound
+from benchmarks.simulator import fleet_of
 from hetero_connector.planner.compute_model import ComputeCoefficients
 from hetero_connector.spec.presets import PRESETS
 from ownership.scheduling.fleet import Role
@@ -62,6 +63,21 @@ def test_no_policy_beats_the_oracle(
     spec = fleet(workers, model, capacity, roles=ROLES[:workers])
     policy = with_pools(f"{scheduling}+eviction={eviction}{options}", workers)
     check(agents(5, rate, seed), spec, policy)
+
+
+@settings(max_examples=10)
+@given(
+    seed=st.integers(0, 99),
+    model=st.sampled_from([DENSE, HYBRID, "gpt-oss-120b"]),
+    policy=st.sampled_from(["ownerserve", "dynamo", "static_pd"]),
+    rate=st.sampled_from([0.1, 5.0]),
+)
+def test_no_policy_beats_the_oracle_on_accelerators(
+    seed: int, model: str, policy: str, rate: float
+) -> None:
+    """Steps are no lines there."""
+    trace = agents(6, rate, seed)
+    check(trace, fleet_of(model, 2, 2), with_pools(policy, 2))
 
 
 def test_one_request_on_its_own_reaches_the_bound() -> None:
