@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[1]
 PUBLIC = {"hetero_connector", "ownership", "heterocache_cuda"}
 FOR_A_ROUTER = {
     "ownership.scheduling.explain",
-    "ownership.scheduling.prefixes",
     "ownership.scheduling.replication",
 }
 """Modules that nothing in the wheel imports: a router needs them."""

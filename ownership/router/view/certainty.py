@@ -1,0 +1,55 @@
+"""The worth of what is known about a prompt's state, and the reasons that lessen it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+
+class Certainty(StrEnum):
+    """The worth of what is known about a prompt's state."""
+
+    EXACT = "exact"
+    """The chain is the workers' own, as their answers have shown, and the directory was asked."""
+    DEGRADED = "degraded"
+    """Something is known, but it may be wrong or too little."""
+    BLIND = "blind"
+    """Nothing is known: the prompt counts as stored nowhere."""
+
+
+class Reason(StrEnum):
+    """Reasons besides those of the prompt itself (`identity.Doubt`)."""
+
+    NO_PROMPT = "no_prompt"
+    """The request has no prompt that is read."""
+    NO_CHAINS = "no_chains"
+    """No server has told how it names chains: none has the connector, or none answers."""
+    SERVER_SILENT = "server_silent"
+    """A server has not told it, or not lately."""
+    UNCHECKED = "unchecked"
+    """A server's own answers were not compared with the router's yet."""
+    TOKENS_DIFFER = "tokens_differ"
+    """A server made other tokens: another tokenizer, revision or chat template."""
+    KEYS_DIFFER = "keys_differ"
+    """A server named the same tokens otherwise: its root, a salt or an adapter has changed."""
+    TOKENIZER_DIFFERS = "tokenizer_differs"
+    """A server's tokenizer has other files than the router's."""
+    MIXED = "mixed"
+    """Servers name chains differently: their versions, models or settings differ."""
+    RESET_ALONE = "reset_alone"
+    """An engine was reset by itself, or has weights of its own: it shares no state."""
+    ADAPTER_UNKNOWN = "adapter_unknown"
+    """No server has told the adapter's digest yet."""
+    NO_DIRECTORY = "no_directory"
+    """The fleet has no directory."""
+    DIRECTORY_LATE = "directory_late"
+    """The directory did not answer within its deadline, or is given a pause after that."""
+    DIRECTORY_FAILED = "directory_failed"
+    """The directory's answer was an error."""
+
+
+def certainty(reasons: Iterable[str], *, knows_anything: bool) -> Certainty:
+    """Return the certainty that these reasons leave."""
+    if not knows_anything:
+        return Certainty.BLIND
+    return Certainty.DEGRADED if any(True for _ in reasons) else Certainty.EXACT

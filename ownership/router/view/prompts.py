@@ -1,0 +1,218 @@
+"""Looks prompts up in the ownership directory: one call for a request, within a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from hetero_connector.errors import DirectoryError
+from ownership.directory import ChainView, Directory
+from ownership.directory.breaker import CircuitBreaker
+from ownership.router.identity import ChainNaming, Prompt, PromptChain, PromptIdentity
+from ownership.router.view.certainty import Certainty, Reason, certainty
+from ownership.router.view.published import PublishedChain
+from ownership.router.view.trust import Kind, Trust
+from ownership.scheduling.prefixes import worker_prefixes
+from ownership.scheduling.step import WorkerPrefix
+
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class PromptView:
+    """One prompt of a request, and the servers that have state of it."""
+
+    prompt_tokens: int
+    """0 if it is not known."""
+    prefixes: Mapping[str, WorkerPrefix]
+    """The part from which each server can resume, by its name; servers with nothing are left
+    out."""
+    certainty: Certainty
+    reasons: tuple[str, ...] = ()
+    """Why it is not exact: `Doubt` and `Reason`."""
+    chains: Mapping[ChainNaming, PromptChain] = field(default_factory=dict)
+    """The chain by each naming that servers of this fleet have."""
+
+
+class _Engine(NamedTuple):
+    server: str
+    published: PublishedChain
+
+
+class FleetChains:
+    """The engines' published namings, by server. Used on one thread."""
+
+    def __init__(self, silent_after_s: float = 30.0) -> None:
+        """`silent_after_s`: a server that has not told for so long may have been reset."""
+        self._silent_after_s = silent_after_s
+        self._servers: dict[str, tuple[tuple[PublishedChain, ...], float]] = {}
+
+    def told(self, server: str, engines: Sequence[PublishedChain], now_s: float) -> None:
+        """Replace what is known of a server."""
+        self._servers[server] = tuple(engines), now_s
+
+    def forget(self, server: str) -> None:
+        """Drop a server that has left."""
+        self._servers.pop(server, None)
+
+    def engines(self) -> list[_Engine]:
+        """Return all engines of all servers."""
+        return [_Engine(name, x) for name, (engines, _) in self._servers.items() for x in engines]
+
+    def reasons(self, now_s: float) -> set[Reason]:
+        """Return what is wrong with the fleet as a whole."""
+        found = set[Reason]()
+        if any(now_s - told_s > self._silent_after_s for _, told_s in self._servers.values()):
+            found.add(Reason.SERVER_SILENT)
+        engines = [x.published for x in self.engines()]
+        if not all(x.is_shared for x in engines):
+            found.add(Reason.RESET_ALONE)
+        if len({(x.root, x.chunk_tokens) for x in engines if x.is_shared}) > 1:
+            found.add(Reason.MIXED)
+        return found
+
+
+class PrefixViews:
+    """Finds out which servers have state of a request's prompts."""
+
+    def __init__(
+        self,
+        identity: PromptIdentity,
+        fleet: FleetChains,
+        trust: Trust,
+        directory: Directory | None,
+        deadline_s: float = 0.05,
+    ) -> None:
+        """`directory`: None if the fleet has none. `deadline_s`: for its answer."""
+        self.identity = identity
+        self.fleet = fleet
+        self.trust = trust
+        self._directory = directory
+        self._deadline_s = deadline_s
+        self._breaker = CircuitBreaker()
+        self._threads = ThreadPoolExecutor(_THREADS, "router-identity")
+        self._lookups = ThreadPoolExecutor(_THREADS, "router-directory")
+
+    async def find(self, path: str, body: object, now_s: float) -> PromptView:
+        """Return the view of a request, by its longest prompt. Never raises for a client's body.
+
+        `body`: the decoded JSON. Tokens are made on another thread.
+        """
+        loop = asyncio.get_running_loop()
+        engines = self.fleet.engines()
+        prompt, chains, doubts = await loop.run_in_executor(
+            self._threads, self._name, path, body, engines
+        )
+        if prompt is None:
+            return PromptView(0, {}, Certainty.BLIND, (Reason.NO_PROMPT,))
+        reasons: set[str] = {*doubts, *self.fleet.reasons(now_s)}
+        if prompt.tokens is None:
+            told = {self.trust.reason(x.server, Kind.of(path)) for x in engines}
+            reasons |= {x for x in told if x is not None}
+            reasons |= self._tokenizer_reasons(engines)
+        if not engines:
+            reasons.add(Reason.NO_CHAINS)
+        num_tokens = max((x.num_tokens for x in chains.values()), default=0)
+        view = await self._look_up(chains) if chains else None
+        if isinstance(view, Reason):
+            reasons.add(view)
+        prefixes = dict[str, WorkerPrefix]()
+        if isinstance(view, ChainView):
+            prefixes = _prefixes(view, chains, engines, prompt)
+        sure = certainty(reasons, knows_anything=isinstance(view, ChainView))
+        return PromptView(num_tokens, prefixes, sure, tuple(sorted(reasons)), chains)
+
+    def close(self) -> None:
+        """End the threads; an answer of the directory that is late is not waited for."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._lookups.shutdown(wait=False, cancel_futures=True)
+
+    def _name(
+        self, path: str, body: object, engines: Sequence[_Engine]
+    ) -> tuple[Prompt | None, dict[ChainNaming, PromptChain], set[str]]:
+        """Return the longest prompt, and its chains by each naming of the fleet."""
+        best: tuple[Prompt | None, dict[ChainNaming, PromptChain], set[str]] = None, {}, set()
+        for prompt in self.identity.read(path, body):
+            doubts, chains = set[str](prompt.doubts), dict[ChainNaming, PromptChain]()
+            for engine in engines:
+                naming = engine.published.naming(prompt)
+                if naming is None:
+                    doubts.add(Reason.ADAPTER_UNKNOWN)
+                elif naming not in chains:
+                    named = self.identity.name(prompt, naming)
+                    doubts |= set(named.doubts)
+                    if named.chain is not None:
+                        chains[naming] = named.chain
+            if best[0] is None or _length(chains) > _length(best[1]):
+                best = prompt, chains, doubts
+        return best
+
+    def _tokenizer_reasons(self, engines: Sequence[_Engine]) -> set[Reason]:
+        tokenizer = self.identity.tokenizer
+        own = tokenizer.digest if tokenizer is not None else b""
+        differs = own and any(x.published.tokenizer != own for x in engines)
+        return {Reason.TOKENIZER_DIFFERS} if differs else set()
+
+    async def _look_up(self, chains: Mapping[ChainNaming, PromptChain]) -> ChainView | Reason:
+        """Ask for all chains at once; return why there is no answer."""
+        directory = self._directory
+        if directory is None:
+            return Reason.NO_DIRECTORY
+        if self._breaker.admit():
+            return Reason.DIRECTORY_LATE
+        keys = [key for chain in chains.values() for key in chain.keys]
+        if not keys:
+            return ChainView((), {}, 0.0)
+        until_s = time.monotonic() + self._deadline_s
+        asked = self._lookups.submit(directory.lookup, keys)
+        asked.add_done_callback(partial(self._on_answer, until_s=until_s))
+        done, _ = await asyncio.wait([asyncio.wrap_future(asked)], timeout=self._deadline_s)
+        if not done:
+            self._breaker.on_failure()
+            return Reason.DIRECTORY_LATE
+        try:
+            return done.pop().result()
+        except DirectoryError:
+            return Reason.DIRECTORY_FAILED
+
+    def _on_answer(self, answer: Future[ChainView], until_s: float) -> None:
+        """Open or close the circuit. Called on the thread that asked."""
+        if answer.cancelled():
+            return
+        if answer.exception() is not None:
+            self._breaker.on_failure()
+        elif time.monotonic() <= until_s:
+            self._breaker.on_success()
+
+
+def _length(chains: Mapping[ChainNaming, PromptChain]) -> int:
+    return max((chain.num_tokens for chain in chains.values()), default=0)
+
+
+def _prefixes(
+    view: ChainView,
+    chains: Mapping[ChainNaming, PromptChain],
+    engines: Sequence[_Engine],
+    prompt: Prompt,
+) -> dict[str, WorkerPrefix]:
+    """Return the longest prefix of any engine of each server."""
+    found: dict[str, WorkerPrefix] = {}
+    start = 0
+    for naming, chain in chains.items():
+        part = ChainView(view.chunks[start : start + len(chain.keys)], view.workers, view.now_s)
+        start += len(chain.keys)
+        named = [x for x in engines if x.published.naming(prompt) == naming]
+        by_model = {x.published.model: x for x in named}
+        for model in by_model:
+            by_worker = worker_prefixes(part, model, chain.ends)
+            for server, published in named:
+                prefix = by_worker.get(published.worker)
+                if prefix is not None and published.model == model:
+                    before = found.get(server, WorkerPrefix())
+                    found[server] = max(before, prefix, key=lambda x: x.local_tokens)
+    return found

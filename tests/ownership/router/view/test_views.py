@@ -1,0 +1,317 @@
+"""A request's view of the fleet, and what makes it less than exact."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hetero_connector.artifacts.record import ArtifactId
+from hetero_connector.errors import DirectoryUnavailableError
+from hetero_connector.session_ids import model_digest, tenant_of
+from hetero_connector.spec import StateType
+from ownership.directory import Claim, Copy, Directory, Worker
+from ownership.directory.memory import MemoryDirectory
+from ownership.router.identity import ChainCache, ModelTokenizer, PromptIdentity
+from ownership.router.view import (
+    Certainty,
+    Checks,
+    FleetChains,
+    PrefixViews,
+    PromptView,
+    PublishedChain,
+    Trust,
+)
+from ownership.router.view.checks import PROBES
+from ownership.router.view.trust import Kind
+from ownership.scheduling.step import WorkerPrefix
+from tests.ownership.router.identity.tokenizers_of_kinds import model_tokenizer
+from tests.planner.chains import DENSE, HYBRID
+
+SIZE = 64
+TEXT = "What is stored of a prompt is found again by all servers. " * 40
+ANSWER: Mapping[str, Any] = {
+    "format": 1,
+    "engine": {"worker": "a", "model": "m", "served_as": "served", "tokenizer": ""},
+    "root": "ab" * 16,
+    "chunk_tokens": SIZE,
+    "is_shared": True,
+    "clearings": {tenant_of("cleared").hex(): 2, model_digest("").hex(): 3},
+    "adapters": {"lora": "cd" * 32},
+    "model_spec": DENSE.as_plain(),
+}
+PUBLISHED = PublishedChain.of(ANSWER)
+
+
+class SlowDirectory:
+    """A directory whose lookups wait, or fail."""
+
+    def __init__(self, directory: Directory) -> None:
+        self.directory = directory
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.error: Exception | None = None
+        self.asked = 0
+
+    def lookup(self, chain: Any) -> Any:
+        self.asked += 1
+        self.may_answer.wait(5.0)
+        if self.error is not None:
+            raise self.error
+        return self.directory.lookup(chain)
+
+
+class Fleet:
+    """A view of servers that were checked, and a directory to fill."""
+
+    def __init__(self, tokenizer: ModelTokenizer | None = None) -> None:
+        self.memory = MemoryDirectory(lambda: 1_000.0)
+        self.directory: Any = SlowDirectory(self.memory)
+        self.chains, self.trust = FleetChains(), Trust()
+        identity = PromptIdentity(tokenizer or model_tokenizer("llama3"), ChainCache())
+        self.views = PrefixViews(identity, self.chains, self.trust, self.directory, 0.5)
+        self.epochs = {name: self.memory.register(Worker(name), 60.0).epoch for name in "ab"}
+
+    def add(self, server: str, published: PublishedChain = PUBLISHED) -> None:
+        self.chains.told(server, [published], 0.0)
+        for kind in Kind:
+            self.trust.compare_tokens(server, kind, [1], [1])
+
+    def find(self, body: object, path: str = "/v1/completions", now_s: float = 1.0) -> PromptView:
+        return asyncio.run(self.views.find(path, body, now_s))
+
+    def store(self, worker: str, view: PromptView, chunks: int, *, on_ssd: bool = False) -> None:
+        [chain] = view.chains.values()
+        copy = Copy(10, bytes(16), on_ssd=True) if on_ssd else Copy(10, bytes(16), 0)
+        claims = [Claim(ArtifactId(key, StateType.DENSE_KV), copy) for key in chain.keys[:chunks]]
+        self.memory.claim_owner(self.epochs[worker], claims)
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    made = Fleet()
+    yield made
+    made.directory.may_answer.set()
+    made.views.close()
+
+
+def test_what_a_server_has_is_found_exactly(fleet: Fleet) -> None:
+    fleet.add("http://one")
+    fleet.add("http://two", replace(PUBLISHED, worker="b"))
+    view = fleet.find({"prompt": TEXT})
+    assert (view.certainty, view.reasons, view.prefixes) == (Certainty.EXACT, (), {})
+    fleet.store("a", view, 3)
+    fleet.store("b", view, 0)
+    longer = fleet.find({"prompt": TEXT + "and more"})
+    assert longer.prefixes == {"http://one": WorkerPrefix(0, 3 * SIZE, 3 * SIZE)}
+    assert longer.prompt_tokens > view.prompt_tokens > 3 * SIZE
+    assert fleet.find({"prompt": "W" + TEXT}).prefixes == {}
+
+
+def test_state_on_ssd_and_a_missing_window_do_not_count_as_dram() -> None:
+    fleet = Fleet()
+    fleet.add("http://one")
+    view = fleet.find({"prompt": TEXT})
+    fleet.store("a", view, 2, on_ssd=True)
+    assert fleet.find({"prompt": TEXT}).prefixes["http://one"] == WorkerPrefix(0, 0, 2 * SIZE)
+    fleet.add("http://one", replace(PUBLISHED, model=HYBRID))
+    assert fleet.find({"prompt": TEXT}).prefixes == {}
+    fleet.views.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"is_shared": False}, "reset_alone"),
+        ({"root": bytes(16)}, "mixed"),
+        ({"chunk_tokens": 128}, "mixed"),
+        ({"tokenizer": b"other"}, "tokenizer_differs"),
+    ],
+)
+def test_a_server_that_differs_makes_it_degraded(change: dict[str, Any], reason: str) -> None:
+    tokenizer = model_tokenizer("llama3")
+    own = ModelTokenizer(tokenizer._encoder, tokenizer.cuts, b"own")
+    fleet = Fleet(own)
+    published = replace(PUBLISHED, tokenizer=b"own")
+    fleet.add("http://one", published)
+    assert fleet.find({"prompt": TEXT}).certainty is Certainty.EXACT
+    fleet.add("http://two", replace(published, worker="b", **change))
+    view = fleet.find({"prompt": TEXT})
+    assert (view.certainty, view.reasons) == (Certainty.DEGRADED, (reason,))
+    fleet.chains.forget("http://two")
+    assert fleet.find({"prompt": TEXT}).certainty is Certainty.EXACT
+    fleet.views.close()
+
+
+def test_silence_is_noticed(fleet: Fleet) -> None:
+    fleet.add("http://one")
+    assert fleet.find({"prompt": TEXT}, now_s=29.0).reasons == ()
+    assert fleet.find({"prompt": TEXT}, now_s=31.0).reasons == ("server_silent",)
+
+
+def test_nothing_is_known_without_servers_or_prompts(fleet: Fleet) -> None:
+    assert fleet.find({"prompt": TEXT}).reasons == ("no_chains",)
+    assert fleet.find({"prompt": TEXT}).certainty is Certainty.BLIND
+    fleet.add("http://one")
+    for path, body in [("/v1/embeddings", {"input": "x"}), ("/v1/models", None)]:
+        view = fleet.find(body, path)
+        assert (view.certainty, view.reasons) == (Certainty.BLIND, ("no_prompt",))
+    for body in [
+        None,
+        [],
+        {"prompt": 5},
+        {"prompt": []},
+        {"prompt": [["a"]]},
+        {"prompt": "\ud800"},
+    ]:
+        view = fleet.find(body)
+        assert (view.certainty, view.reasons) == (Certainty.BLIND, ("body",))
+
+
+def test_a_server_is_degraded_until_its_answers_agree_and_after_they_differ(fleet: Fleet) -> None:
+    fleet.chains.told("http://one", [PUBLISHED], 0.0)
+    assert fleet.find({"prompt": TEXT}).reasons == ("unchecked",)
+    assert fleet.find({"prompt": list(range(100))}).reasons == (), "token ids are what they are"
+    fleet.trust.compare_tokens("http://one", Kind.TEXT, [1], [1])
+    assert fleet.find({"prompt": TEXT}).reasons == ()
+    view = fleet.find({"prompt": TEXT})
+    [chain] = view.chains.values()
+    right = {"prompt_tokens": chain.num_tokens, "chain": [chain.keys[1].hex(), 2 * SIZE]}
+    wrong = {**right, "chain": [chain.keys[2].hex(), 2 * SIZE]}
+    compare = fleet.trust.compare_report
+    assert compare("http://one", Kind.TEXT, chain, right) is None
+    assert compare("http://one", Kind.TEXT, chain, wrong) == "keys_differ"
+    assert fleet.find({"prompt": TEXT}).reasons == ("keys_differ",)
+    for _ in range(2):
+        compare("http://one", Kind.TEXT, chain, right)
+        assert fleet.find({"prompt": TEXT}).reasons == ("keys_differ",)
+    compare("http://one", Kind.TEXT, chain, right)
+    assert fleet.find({"prompt": TEXT}).reasons == ()
+    assert compare("http://one", Kind.TEXT, chain, {**right, "prompt_tokens": 1}) == "tokens_differ"
+    assert fleet.find({"prompt": TEXT}).certainty is Certainty.DEGRADED
+    fleet.trust.forget("http://one")
+    assert fleet.find({"prompt": TEXT}).reasons == ("unchecked",)
+
+
+def test_a_directory_that_is_late_costs_one_deadline_and_then_a_pause(fleet: Fleet) -> None:
+    fleet.add("http://one")
+    fleet.directory.may_answer.clear()
+    view = fleet.find({"prompt": TEXT})
+    assert (view.certainty, view.reasons) == (Certainty.BLIND, ("directory_late",))
+    assert view.prompt_tokens > 0
+    assert fleet.find({"prompt": TEXT}).reasons == ("directory_late",)
+    assert fleet.directory.asked == 1, "it was asked during the pause"
+
+
+def test_an_error_of_the_directory_is_named(fleet: Fleet) -> None:
+    fleet.add("http://one")
+    fleet.directory.error = DirectoryUnavailableError("gone")
+    assert fleet.find({"prompt": TEXT}).reasons == ("directory_failed",)
+    assert fleet.find({"prompt": TEXT}).certainty is Certainty.BLIND
+
+
+def test_salts_adapters_and_clearings_are_named_as_the_engine_does() -> None:
+    fleet = Fleet()
+    fleet.add("http://one")
+    seen = set()
+    for body in [
+        {"prompt": TEXT},
+        {"prompt": TEXT, "cache_salt": "s"},
+        {"prompt": TEXT, "cache_salt": "cleared"},
+        {"prompt": TEXT, "model": "lora"},
+    ]:
+        [naming] = fleet.find(body).chains
+        seen.add(naming.identity)
+        assert naming.salt_clearings == (2 if body.get("cache_salt") == "cleared" else 0)
+        assert naming.model_clearings == (0 if body.get("model") else 3)
+    assert len(seen) == 4
+    assert fleet.find({"prompt": TEXT, "model": "served"}).chains.keys() == (
+        fleet.find({"prompt": TEXT}).chains.keys()
+    )
+    unknown = fleet.find({"prompt": TEXT, "model": "new"})
+    assert (unknown.certainty, unknown.reasons) == (Certainty.BLIND, ("adapter_unknown",))
+    fleet.views.close()
+
+
+def test_an_answer_that_is_none_is_refused() -> None:
+    for wrong in [{}, {**ANSWER, "format": 2}, {**ANSWER, "root": 5}, {**ANSWER, "model_spec": {}}]:
+        with pytest.raises(ValueError, match=r"format|not an engine's answer"):
+            PublishedChain.of(wrong)
+
+
+class Server:
+    """Answers as a server does, with a tokenizer of its own."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self.identity = PromptIdentity(tokenizer, ChainCache())
+        self.reports: dict[str, Any] = {}
+
+    async def ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        if path == "/v1/heterocache/chain":
+            return {"engines": [ANSWER, {"error": "gone"}], "count": 2}
+        if path.startswith("/v1/heterocache/requests/"):
+            if path.rpartition("/")[2] not in self.reports:
+                raise ValueError("404")
+            return {"reports": [self.reports[path.rpartition("/")[2]]]}
+        assert (method, path) == ("POST", "/tokenize")
+        kind = "/v1/completions" if body and "prompt" in body else "/v1/chat/completions"
+        prompt = self.identity.read(kind, body)[0]
+        assert prompt.text is not None
+        assert self.identity.tokenizer is not None
+        before = self.identity.tokenizer.before if prompt.is_wrapped else []
+        return {"tokens": before + self.identity.tokenizer.tokens(prompt.text)}
+
+
+def test_probes_find_another_tokenizer_and_another_template() -> None:
+    own = model_tokenizer("llama3")
+    fleet = Fleet(own)
+    checks = Checks(fleet.views)
+    other_template = ModelTokenizer(
+        own._encoder, own.cuts, templates={"default": own.templates["default"] + " "}
+    )
+    for tokenizer, differences, reason in [
+        (own, 0, ()),
+        (model_tokenizer("qwen"), len(PROBES), ("tokens_differ",)),
+        (other_template, 2, ()),
+    ]:
+        server = Server(tokenizer)
+        asyncio.run(checks.refresh("http://one", server.ask, 0.0))
+        fleet.trust.forget("http://one")
+        found = asyncio.run(checks.probe("http://one", server.ask))
+        assert len(found) == differences
+        assert fleet.find({"prompt": TEXT}).reasons == reason
+        talk = {"messages": [{"role": "user", "content": TEXT}]}
+        told = fleet.find(talk, "/v1/chat/completions").reasons
+        assert told == (("tokens_differ",) if differences else ())
+        assert fleet.find({**talk, "max_tokens": 5}, "/v1/messages").reasons == ("unchecked",)
+    fleet.views.close()
+
+
+def test_a_sample_compares_with_the_report_of_the_request() -> None:
+    fleet, server = Fleet(), Server(model_tokenizer("llama3"))
+    checks = Checks(fleet.views)
+    asyncio.run(checks.refresh("http://one", server.ask, 0.0))
+    talk = {"messages": [{"role": "user", "content": TEXT}], "system": "You are brief."}
+    view = fleet.find(talk, "/v1/messages")
+    assert view.reasons == ("unchecked",)
+    [chain] = view.chains.values()
+    server.reports["right"] = {
+        "prompt_tokens": chain.num_tokens,
+        "chain": [chain.keys[-1].hex(), chain.ends[-1]],
+    }
+    server.reports["wrong"] = {**server.reports["right"], "chain": ["00" * 16, chain.ends[-1]]}
+
+    def sample(name: str) -> str | None:
+        return asyncio.run(checks.sample("http://one", server.ask, "/v1/messages", view, name))
+
+    assert sample("unknown") is None
+    assert fleet.find(talk, "/v1/messages").reasons == ("unchecked",)
+    assert sample("right") is None
+    assert fleet.find(talk, "/v1/messages").reasons == ()
+    assert sample("wrong") == "keys_differ"
+    assert fleet.find(talk, "/v1/messages").reasons == ("keys_differ",)
+    fleet.views.close()
