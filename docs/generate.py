@@ -45,6 +45,7 @@ def pages() -> dict[Path, str]:
         ROOT / "README.md": _readme(),
         DOCS / "guides/limits.md": _limits(),
         DOCS / "reference/config.md": reference.config(),
+        DOCS / "reference/router.md": reference.router(),
         DOCS / "reference/metrics.md": reference.metrics(),
         DOCS / "reference/cli.md": reference.cli(),
         DOCS / "reference/errors.md": reference.errors(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -31,7 +31,7 @@ _Verify = Literal["ssd", "sample", "all"]
 
 @dataclass(frozen=True)
 class Key:
-    """One key of `kv_connector_extra_config`, as documented."""
+    """One key of a configuration, as documented."""
 
     name: str
     takes: str
@@ -41,7 +41,7 @@ class Key:
     """(key, value) -> the checked value; raises ConfigError."""
 
 
-def _key(
+def declare(
     takes: str,
     parse: Callable[[str, object], Any],
     meaning: str,
@@ -61,14 +61,19 @@ def _choice(choices: object, default: str, meaning: str) -> Any:
     """Declare a key that takes one of the words of a Literal."""
     words = get_args(choices)
     *first, last = (f"`{word}`" for word in words)
-    return _key(f"{', '.join(first)} or {last}", values.one_of(*words), meaning, default)
+    return declare(f"{', '.join(first)} or {last}", values.one_of(*words), meaning, default)
+
+
+def keys_of(config: type[Any]) -> tuple[Key, ...]:
+    """Return the keys that a dataclass declares."""
+    return tuple(Key(f.name, **f.metadata) for f in dataclasses.fields(config))
 
 
 @dataclass(frozen=True)
 class HeteroConfig:
     """A checked configuration, defaults filled in."""
 
-    dram_gib: float | None = _key(
+    dram_gib: float | None = declare(
         "number > 0",
         values.capacity,
         "GiB of host memory for the DRAM tier",
@@ -77,7 +82,7 @@ class HeteroConfig:
         "of half of it, at most 256, and the longest request's size at least",
     )
     """None until the model is known, unless it is given: `engine.startup.dram_tier`."""
-    ssd_dir: Path | None = _key(
+    ssd_dir: Path | None = declare(
         "path",
         values.directory_path,
         "Directory on a local SSD for the SSD tier, which survives restarts",
@@ -85,7 +90,7 @@ class HeteroConfig:
         unset="none: DRAM only",
     )
     """Absolute; need not exist yet."""
-    ssd_gib: float = _key(
+    ssd_gib: float = declare(
         "number > 0",
         values.capacity,
         "GiB of that SSD to use; needs `ssd_dir`",
@@ -93,7 +98,7 @@ class HeteroConfig:
         unset="half of the free space, at most 64",
     )
     """0 without `ssd_dir`."""
-    chunk_tokens: int | None = _key(
+    chunk_tokens: int | None = declare(
         "whole number > 0",
         values.tokens,
         "Tokens per stored chunk; a multiple of the model's alignment",
@@ -104,7 +109,7 @@ class HeteroConfig:
     layerwise: _Layerwise = _choice(
         _Layerwise, "auto", "Load and save layer by layer, overlapped with compute"
     )
-    checkpoints: str = _key(
+    checkpoints: str = declare(
         "`adaptive`, `full`, `zero` or `periodic:N`",
         values.checkpoints,
         "Chunk boundaries that keep a checkpoint, besides every turn's end: those that pay, all, "
@@ -122,14 +127,14 @@ class HeteroConfig:
         "attention backends where tests have shown it exact, also where vLLM's source says it is, "
         "or never",
     )
-    planner_profile: Path | None = _key(
+    planner_profile: Path | None = declare(
         "path",
         values.file_path,
         "Initial costs, from `heterocache calibrate`; they must match model and machine",
         None,
         unset="none: costs are learned while running",
     )
-    load_deadline_s: float = _key(
+    load_deadline_s: float = declare(
         "number > 0",
         values.number,
         "Seconds after which a request's restore gives up, whatever was planned again, and uses "
@@ -137,34 +142,34 @@ class HeteroConfig:
         "of that, a handoff a twentieth, the fleet's directory a hundredth",
         10.0,
     )
-    directory: str = _key(
+    directory: str = declare(
         "`redis://` URL or `memory://`",
         values.fleet_directory,
         "Directory of the engines that share a cache; `memory://` is within one process",
         "",
         unset="none: this engine alone",
     )
-    lease_s: float = _key(
+    lease_s: float = declare(
         "number from 1 to 3600",
         values.lease,
         "Seconds without an answer after which other engines may take over from this one",
         10.0,
     )
-    replica_ttl_s: float = _key(
+    replica_ttl_s: float = declare(
         "number > 0",
         values.number,
         "Seconds without use after which a copy of another engine's artifact is evicted first "
         "from DRAM",
         300.0,
     )
-    worker_name: str = _key(
+    worker_name: str = declare(
         "text",
         values.worker_name,
         "Name of this engine in the fleet; a restart under the same name takes over at once",
         "",
         unset="host name and engine id",
     )
-    peer_host: str = _key(
+    peer_host: str = declare(
         "address",
         values.peer_host,
         "Address of this machine through which peers on other hosts read from it. Anyone who can "
@@ -172,7 +177,7 @@ class HeteroConfig:
         "",
         unset="this host alone, or what `UCX_NET_DEVICES` names",
     )
-    adopt_from: Path | None = _key(
+    adopt_from: Path | None = declare(
         "path or `off`",
         values.folder_or_off,
         "Folder below which the SSD state of dead engines is taken over; links are not followed",
@@ -186,7 +191,7 @@ class HeteroConfig:
         "Engines to share state with: those with this tensor-parallel size, or all that set "
         "`any`. Different sizes round differently, so answers are then exact except for rounding",
     )
-    trust_client_media_ids: bool = _key(
+    trust_client_media_ids: bool = declare(
         "`true` or `false`",
         values.boolean,
         "Identify images, audio and video by vLLM's id, which may be a client's `uuid`, instead "
@@ -199,7 +204,7 @@ class HeteroConfig:
         "Eviction order of a full tier: least recently used chain leaves, plain LRU, or leaves "
         "that save the fewest seconds per byte",
     )
-    ssd_write_gib_per_day: float | None = _key(
+    ssd_write_gib_per_day: float | None = declare(
         "number > 0",
         values.capacity,
         "Most GiB written to SSD in any 24 hours, spent on what is worth most; needs `ssd_dir`",
@@ -212,7 +217,7 @@ class HeteroConfig:
         "Stage a session's state in DRAM before its next turn: by hints and learned think times, "
         "by hints only, or never",
     )
-    exact_handoffs: bool = _key(
+    exact_handoffs: bool = declare(
         "`true` or `false`",
         values.boolean,
         "Let a decoder resume a handoff at the prompt's last token for every model; slots grow by "
@@ -280,7 +285,7 @@ class HeteroConfig:
         return cls(**given)
 
 
-KEYS: tuple[Key, ...] = tuple(Key(f.name, **f.metadata) for f in dataclasses.fields(HeteroConfig))
+KEYS: tuple[Key, ...] = keys_of(HeteroConfig)
 
 
 _ONLY_WITH = {
@@ -315,15 +320,19 @@ OTHER_NAMES = {
 """Keys of other connectors, with the key here that means nearly the same."""
 
 
-def _advice(name: str) -> str:
+def nearest(name: str, keys: Sequence[Key]) -> str:
     """Return what to write in place of an unknown key."""
+    names = [key.name for key in keys]
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(names)}"
+
+
+def _advice(name: str) -> str:
     plain = str(name).lower().removeprefix("lmcache.")
     for product, keys in OTHER_NAMES.items():
         if plain in keys:
             return f"it belongs to {product}; the key here is {keys[plain]!r}"
-    names = [key.name for key in KEYS]
-    close = difflib.get_close_matches(plain, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"the keys are {', '.join(names)}"
+    return nearest(plain, KEYS)
 
 
 def _check_dram_gib(given: float) -> None:
@@ -358,7 +367,7 @@ def ssd_gib_of(given: float | None, directory: Path) -> float:
     return given
 
 
-def markdown_table() -> str:
-    """Return the documented table of `KEYS`."""
-    rows = [f"| `{k.name}` | {k.takes} | {k.default} | {k.meaning} |" for k in KEYS]
+def markdown_table(keys: Sequence[Key]) -> str:
+    """Return the documented table of keys."""
+    rows = [f"| `{k.name}` | {k.takes} | {k.default} | {k.meaning} |" for k in keys]
     return "\n".join(["| key | takes | default | meaning |", "|---|---|---|---|", *rows])

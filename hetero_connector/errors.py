@@ -21,6 +21,7 @@ HeteroCacheError
 ├── PeerError              another engine's description of its memory is invalid
 ├── NoWorkerError          no worker of the fleet accepts requests
 ├── TransferError          bytes could not be moved; carries the errno where one is known
+├── RouterConfigError      a router's configuration is wrong; names the file and each key
 ├── TraceError             a recorded trace is not what its format says; names file, line and field
 └── SimulationError        a fleet, a policy or a sweep cannot be simulated; names file and field
 
@@ -56,7 +57,7 @@ class ConfigError(HeteroCacheError, ValueError):
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(f"kv_connector_extra_config[{key!r}]: {problem}")
-        self.key = key
+        self.key, self.problem = key, problem
 
     @classmethod
     def joined(cls, errors: Sequence[ConfigError]) -> ConfigError:
@@ -167,6 +168,13 @@ class NoWorkerError(HeteroCacheError, RuntimeError):
 
 class TransferError(HeteroCacheError, OSError):
     """Bytes could not be moved; `errno` is set if the system named one."""
+
+
+class RouterConfigError(HeteroCacheError, ValueError):
+    """A router's configuration cannot be used; the text names the file and every wrong key."""
+
+    def __init__(self, source: str, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(f"{source}: {problem}" for problem in problems))
 
 
 class TraceError(HeteroCacheError, ValueError):

@@ -4,7 +4,8 @@
 - `member`: one engine's part in a fleet. It keeps the lease, claims what is stored, looks up what
   peers have, and fences what it reads from them.
 - `scheduling`: pure policies that place requests.
-- `router`: stands before a fleet's servers; knows the identity of prompts, and who has their state.
+- `router`: one address in front of a fleet's servers; knows prompts, and which server has their
+  state.
 - `simulator`: replays traces over the same policies on a virtual clock.
 
 `directory` imports none of the others, `member` and `scheduling` import `directory`, `router` these

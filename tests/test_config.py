@@ -325,7 +325,7 @@ def test_the_default_folder_for_adoption_is_the_parent_of_ssd_dir(
 
 
 def test_the_table_has_a_row_of_four_cells_for_every_key() -> None:
-    rows = markdown_table().splitlines()[2:]
+    rows = markdown_table(KEYS).splitlines()[2:]
     assert [re.match(r"\| `(\w+)` \|", row)[1] for row in rows] == [k.name for k in KEYS]  # type: ignore[index]
     assert all(row.count(" | ") == 3 for row in rows)
 

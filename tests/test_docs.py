@@ -263,7 +263,9 @@ def check_pip(arguments: list[str]) -> None:
 def check_curl(arguments: list[str]) -> None:
     from hetero_connector.engine.api.routes import PREFIX, make_router
 
-    (url,) = [x for x in arguments if x.startswith("localhost:8000/")]
+    (url,) = [x for x in arguments if x.startswith("localhost:")]
+    if url.startswith("localhost:8080/"):  # tests/ownership/router/test_guide.py sends it
+        return
     route = url.removeprefix("localhost:8000")
     has_body = "--json" in arguments or "POST" in arguments
     known = {(method, x.path) for x in make_router().routes for method in x.methods}
@@ -342,10 +344,16 @@ def test_every_python_example_runs(example: Example, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("example", examples("yaml"))
 def test_every_fleet_file_describes_a_fleet(example: Example, tmp_path: Path) -> None:
+    from ownership.router.config import read_config
     from ownership.simulator.fleet_file import read_fleet
 
-    assert isinstance(yaml.safe_load(example.text), dict)
+    fleet = yaml.safe_load(example.text)
+    assert isinstance(fleet, dict)
     path = tmp_path / "fleet.yaml"  # the example's profile exists nowhere
+    if "model" not in fleet:
+        path.write_text(example.text)
+        assert len(read_config(path).workers) > 1
+        return
     path.write_text(example.text.replace("profile: profile.json", "hardware: h200"))
     assert len(read_fleet(path).workers) > 1
 
@@ -396,12 +404,19 @@ HISTORY = ("CHANGELOG.md", "docs/decisions/")
 PRESENT = [path for path in PAGES if not name(path).startswith(HISTORY)]
 
 
+@cache
+def router_metrics() -> frozenset[str]:
+    from ownership.router.metrics import RouterMetrics
+
+    return frozenset(metric.name for metric in RouterMetrics().registry.collect())
+
+
 @pytest.mark.parametrize("path", PAGES, ids=name)
 def test_every_metric_that_is_named_exists(path: Path) -> None:
     for code in inline_code(path):
         if re.match(r"heterocache_(?!cuda\b)[a-z]", code):  # that one is a package
             metric = re.split(r"[{ ]", code)[0].removesuffix("_total")
-            assert metric in METRICS, f"there is no metric {metric}"
+            assert metric in METRICS.keys() | router_metrics(), f"there is no metric {metric}"
 
 
 @pytest.mark.parametrize("path", PRESENT, ids=name)

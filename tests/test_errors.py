@@ -22,6 +22,7 @@ MADE = {
     errors.NoWorkerError: errors.NoWorkerError(),
     errors.TransferError: errors.TransferError(28, "No space left on device"),
     errors.TraceError: errors.TraceError("a.jsonl", "not JSON", line=3, field="hash_ids"),
+    errors.RouterConfigError: errors.RouterConfigError("fleet.yaml", ["port: is no port", "b"]),
     errors.SimulationError: errors.SimulationError("fleet.yaml", "no worker", "links[0].to"),
 }
 """The classes whose constructors take more than a text."""

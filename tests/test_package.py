@@ -28,7 +28,10 @@ ONLY_IN = {
         "hetero_connector/engine/api/server_spans.py",
         "hetero_connector/engine/scheduler/spans.py",
     ),
-    "starlette": ("hetero_connector/engine/api/",),
+    "starlette": ("hetero_connector/engine/api/", "ownership/router/"),
+    "uvicorn": ("ownership/router/",),
+    "aiohttp": ("ownership/router/",),
+    "prometheus_client": ("hetero_connector/engine/", "ownership/router/"),
     "torch": ("hetero_connector/engine/", "hetero_connector/connector.py"),
 }
 BELOW = {
@@ -121,6 +124,14 @@ def test_an_engine_by_itself_imports_nothing_of_a_fleet() -> None:
         assert relative(path) in JOINS
         at_the_top = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ImportFrom)]
         assert not any((n.module or "").startswith("ownership") for n in at_the_top)
+
+
+def test_only_its_command_imports_the_router() -> None:
+    """No engine, simulator or policy may need a web framework."""
+    for path in SOURCES:
+        if not relative(path).startswith("ownership/router/"):
+            imported = any(name.startswith("ownership.router") for name in imports(path))
+            assert not imported or relative(path) == "hetero_connector/tools/cli.py", path
 
 
 def test_traces_do_not_import_the_simulator() -> None:

@@ -11,14 +11,14 @@ from made import NOTE, table
 
 def config() -> str:
     """Return the page of configuration keys."""
-    from hetero_connector.config import markdown_table
+    from hetero_connector.config import KEYS, markdown_table
 
     return f"""{NOTE}# Configuration
 
 These are the keys of `kv_connector_extra_config`. All are optional. A wrong key or value stops the
 engine at start with a `ConfigError` that names the key and what it takes.
 
-{markdown_table()}
+{markdown_table(KEYS)}
 
 Keys of a fleet (`lease_s`, `replica_ttl_s`, `worker_name`, `peer_host`, `adopt_from`) are refused
 without `directory`, and `ssd_gib` and `ssd_write_gib_per_day` without `ssd_dir`.
@@ -30,6 +30,31 @@ without `directory`, and `ssd_gib` and `ssd_write_gib_per_day` without `ssd_dir`
   "kv_connector_extra_config": {{"dram_gib": 64, "ssd_dir": "/nvme/kv", "ssd_gib": 200}}
 }}
 ```
+"""
+
+
+def router() -> str:
+    """Return the page of the router's keys and metrics."""
+    from hetero_connector.config import markdown_table
+    from ownership.router.config import KEYS
+    from ownership.router.metrics import RouterMetrics
+
+    rows = [
+        [f"`{metric.name}`", metric.type, metric.documentation]
+        for metric in RouterMetrics().registry.collect()
+    ]
+    return f"""{NOTE}# The router's configuration and metrics
+
+These are the keys of the YAML file of `heterocache router` ([guide](../guides/router.md)).
+One of `workers`, `workers_file` and `workers_dns` is needed.
+
+{markdown_table(KEYS)}
+
+## Metrics
+
+Served at `/metrics`. Prometheus adds `_total` to counters.
+
+{table(["name", "kind", "meaning"], rows)}
 """
 
 
@@ -73,7 +98,7 @@ def cli() -> str:
         "The package installs one command, `heterocache`. `heterocache --install-completion` "
         "completes commands in your shell. Exit status: 0 if all is well, 1 if a problem was "
         "found, 2 if the arguments or the input cannot be used. `simulate` needs the extra "
-        "`sim`, `reset` the extra `redis`."
+        "`sim`, `reset` the extra `redis`, `router` the extra `router`."
     ]
     for name, command in _commands(get_command(app), ""):
         examples = [

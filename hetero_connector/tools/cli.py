@@ -376,6 +376,30 @@ def reset(
     return EXIT_OK if done.is_complete or not wait else EXIT_BAD
 
 
+@command(
+    app,
+    FLEET,
+    "router --config fleet.yaml",
+    "router --config fleet.yaml --processes 4",
+)
+def router(
+    config: Annotated[Path, typer.Option(help="YAML file, see docs/guides/router.md.")],
+    processes: Annotated[
+        int, typer.Option(min=1, max=256, help="Processes on the port; one for each core.")
+    ] = 1,
+) -> int:
+    """Serve one address in front of many workers."""
+    try:
+        from ownership.router.serving import serve
+
+        serve(config, processes)
+    except ImportError as e:
+        return complain(f"{e.name or e} is missing: pip install 'heterocache[router]'")
+    except HeteroCacheError as e:
+        return complain(e)
+    return EXIT_OK
+
+
 @command(_trace, SIMULATION, "trace stats conversation_trace.jsonl", name="stats")
 def trace_stats(
     file: Annotated[

@@ -1,5 +1,15 @@
-"""OwnerServe's router: it stands before the servers and decides where each request runs.
+"""OwnerServe's router: one address in front of many workers, for every client of their APIs.
 
+- `serving` runs `app`, the Starlette application, in one or several processes.
+- `proxy` carries a request to a worker and the answer back: `requests` reads it, `admission` makes
+  it wait for room, `placer` is the port to what chooses a worker, `answer` is the client's side.
+- `workers` says which workers there are and what each has under way; `discovery` finds them,
+  `probes` asks if they serve.
+- `config` is the file, `doors` the paths and their errors, `metrics` what is counted.
 - `identity`: a request's tokens, and the names of its chunks, as the workers' connectors have them.
 - `view`: which worker has how much of a request's state, and how sure that is.
+
+The only package with a web framework besides an engine's own routes; no engine imports it. State
+belongs to one event loop; processes of one router share nothing but the port. Needs the extra
+`router`.
 """

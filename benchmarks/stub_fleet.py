@@ -1,0 +1,58 @@
+"""Stub workers, each in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+_ROOT = Path(__file__).parents[1]
+
+
+class StubFleet:
+    """`count` processes of `examples.stub_worker`, on free ports. Use it as a context manager."""
+
+    def __init__(self, count: int, model: str = "stub-model") -> None:
+        self._stack = ExitStack()
+        self.processes: list[subprocess.Popen[str]] = []
+        self.ports: list[int] = []
+        for number in range(count):
+            self.start(["--name", f"stub-{number}", "--model", model])
+
+    @property
+    def urls(self) -> list[str]:
+        return [f"http://127.0.0.1:{port}" for port in self.ports]
+
+    def start(self, arguments: Sequence[str], port: int = 0) -> int:
+        """Start one more; return its port."""
+        command = [sys.executable, "-m", "examples.stub_worker", "--port", str(port), *arguments]
+        process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True)
+        self._stack.callback(_end, process)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line.startswith("listening on port"):
+            raise RuntimeError("the stub worker did not start")
+        self.processes.append(process)
+        self.ports.append(int(line.split()[-1]))
+        return self.ports[-1]
+
+    def __enter__(self) -> StubFleet:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()

@@ -1,0 +1,160 @@
+"""Admission: requests beyond the workers' bounds wait in fair queues, and not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+
+from ownership.router.doors import Reason, Refusal
+from ownership.router.requests import Priority, RefusedError, RouterRequest
+
+WEIGHTS = {Priority.HIGH: 16.0, Priority.NORMAL: 4.0, Priority.LOW: 1.0}
+"""Shares of the classes while all of them wait."""
+
+
+class _Waiter:
+    """One waiting request."""
+
+    def __init__(self, request: RouterRequest) -> None:
+        self.request = request
+        self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class FairQueue:
+    """Waiting requests by flow, one flow for each class and caller.
+
+    Start-time fair queueing: each flow has a time that advances by 1/weight with each of its
+    requests, and the flow with the least time is next. So a caller that sends a thousand requests
+    does not delay another caller's one, and a class gets its share while it has requests.
+    """
+
+    def __init__(self) -> None:
+        self._flows: dict[tuple[Priority, str], deque[_Waiter]] = {}
+        self._times: dict[tuple[Priority, str], float] = {}
+        self._now = 0.0
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def push(self, waiter: _Waiter) -> None:
+        flow = (waiter.request.priority, waiter.request.caller)
+        if flow not in self._flows:
+            self._flows[flow] = deque()
+            self._times[flow] = self._now + 1.0 / WEIGHTS[flow[0]]
+        self._flows[flow].append(waiter)
+        self._size += 1
+
+    def pop(self, can_run: Callable[[RouterRequest], bool]) -> _Waiter | None:
+        """Take the next request of the first flow whose next request can run."""
+        order = [(time, number, flow) for number, (flow, time) in enumerate(self._times.items())]
+        heapq.heapify(order)
+        while order:
+            time, _, flow = heapq.heappop(order)
+            if can_run(self._flows[flow][0].request):
+                self._now = max(self._now, time)
+                return self._take(flow)
+        return None
+
+    def remove(self, waiter: _Waiter) -> None:
+        flow = (waiter.request.priority, waiter.request.caller)
+        self._flows[flow].remove(waiter)
+        self._size -= 1
+        self._forget_if_empty(flow)
+
+    def _take(self, flow: tuple[Priority, str]) -> _Waiter:
+        waiter = self._flows[flow].popleft()
+        self._size -= 1
+        self._times[flow] += 1.0 / WEIGHTS[flow[0]]
+        self._forget_if_empty(flow)
+        return waiter
+
+    def _forget_if_empty(self, flow: tuple[Priority, str]) -> None:
+        if not self._flows[flow]:
+            del self._flows[flow], self._times[flow]
+
+
+class Admission:
+    """Lets a request through when a worker has room for it. Belongs to one event loop."""
+
+    def __init__(
+        self, room: Callable[[RouterRequest], int | None], max_queued: int, queue_s: float
+    ) -> None:
+        """`room`: requests that the workers for this one could still take; None: no worker."""
+        self._room = room
+        self._max_queued = max_queued
+        self._queue_s = queue_s
+        self._queue = FairQueue()
+        self._placing = 0
+        self._intervals_s: deque[float] = deque(maxlen=64)
+        self._last_end_s = math.nan
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    async def enter(self, request: RouterRequest) -> None:
+        """Wait for room. Call `placed` once the request counts at a worker, or will not.
+
+        Raises RefusedError if too many wait, or this one has waited too long.
+        """
+        if not self._queue and self._can_run(request):
+            self._placing += 1
+            return
+        if len(self._queue) >= self._max_queued:
+            text = f"{self.queued} requests wait already"
+            raise self._refused(Reason.QUEUE_FULL, text)
+        waiter = _Waiter(request)
+        self._queue.push(waiter)
+        self.admit()
+        try:
+            async with asyncio.timeout(self._queue_s):
+                await asyncio.shield(waiter.admitted)
+        except BaseException as error:
+            if not waiter.admitted.done():
+                self._queue.remove(waiter)
+            else:
+                self.placed()
+            if isinstance(error, TimeoutError):
+                text = f"no worker had room within {self._queue_s:g} s"
+                raise self._refused(Reason.QUEUE_TIMEOUT, text) from None
+            raise
+
+    def placed(self) -> None:
+        """The request counts at its worker from now on, or was refused."""
+        self._placing -= 1
+        self.admit()
+
+    def left(self) -> None:
+        """A request has ended, so there may be room."""
+        now_s = monotonic()
+        if not math.isnan(self._last_end_s):
+            self._intervals_s.append(now_s - self._last_end_s)
+        self._last_end_s = now_s
+        self.admit()
+
+    def admit(self) -> None:
+        """Let through those who can run. Also called when workers come or go."""
+        while self._queue and (waiter := self._queue.pop(self._can_run)):
+            self._placing += 1
+            waiter.admitted.set_result(None)
+
+    def _can_run(self, request: RouterRequest) -> bool:
+        """Return True also if there is no worker at all, which is refused at once."""
+        room = self._room(request)
+        return room is None or room > self._placing
+
+    def _refused(self, reason: Reason, text: str) -> RefusedError:
+        return RefusedError(Refusal(reason, text, self.retry_after_s))
+
+    @property
+    def retry_after_s(self) -> int:
+        """Seconds until the queue is likely to be served, from the pace of the last requests."""
+        if not self._intervals_s:
+            return 1
+        mean_s = sum(self._intervals_s) / len(self._intervals_s)
+        return max(1, min(60, math.ceil(mean_s * self.queued)))

@@ -1,0 +1,117 @@
+"""The router as a Starlette application: workers, probes and the proxy, started and ended here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+from starlette.types import Receive, Scope, Send
+
+from ownership.router.config import RouterConfig
+from ownership.router.discovery import Discovery
+from ownership.router.doors import Api, error_body
+from ownership.router.metrics import RouterMetrics
+from ownership.router.placer import LeastLoaded, Placer
+from ownership.router.probes import Prober
+from ownership.router.proxy import Proxy
+from ownership.router.requests import NO_KEY, has_key
+from ownership.router.workers import WorkerSet, WorkerState
+
+_KEEP_ALIVE_S = 4.0
+"""Idle connections to workers are closed before vLLM's server closes them, after 5 s."""
+_CONNECT_S = 5.0
+
+
+def make_app(config: RouterConfig, placer: Placer | None = None) -> Starlette:
+    """Return the application. `placer`: None for the worker with the fewest requests."""
+    router = _Router(config, placer or LeastLoaded())
+    routes = [
+        Route("/health", router.health),
+        Route("/ready", router.ready),
+        Route("/metrics", router.show_metrics),
+        Route("/v1/models", router.models),
+        Mount("/", router.proxy),
+    ]
+    return Starlette(routes=routes, lifespan=router.lifespan)
+
+
+class _Router:
+    """The parts of one process."""
+
+    def __init__(self, config: RouterConfig, placer: Placer) -> None:
+        self._config, self._placer = config, placer
+        self._workers = WorkerSet(config.max_in_flight)
+        self._metrics = RouterMetrics()
+        self._proxy: Proxy | None = None
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            session = await stack.enter_async_context(_session(self._config))
+            prober = Prober(self._workers, session, self._config)
+            stack.push_async_callback(prober.close)
+            self._proxy = Proxy(self._config, self._workers, self._placer, session, self._metrics)
+            self._workers.on_change += [prober.follow, self._show_workers]
+            discovery = Discovery(self._config, self._workers)
+            await discovery.look()
+            looking = asyncio.get_running_loop().create_task(discovery.run())
+            stack.callback(looking.cancel)
+            yield
+
+    async def proxy(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert self._proxy is not None
+        if scope["type"] == "http":
+            await self._proxy(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1003})
+
+    async def health(self, request: Request) -> Response:
+        """Answer 200 as long as this process serves."""
+        return Response()
+
+    async def ready(self, request: Request) -> Response:
+        """Answer 200 if a worker serves, else 503."""
+        states = {worker.name: worker.state for worker in self._workers}
+        is_ready = WorkerState.UP in states.values()
+        body = msgspec.json.encode({"workers": states})
+        return Response(body, 200 if is_ready else 503, media_type="application/json")
+
+    async def show_metrics(self, request: Request) -> Response:
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def models(self, request: Request) -> Response:
+        """Answer with the models of all workers that serve."""
+        if not has_key(dict(request.headers.raw), self._config):
+            body = error_body(Api.OPENAI, NO_KEY)
+            return Response(body, NO_KEY.status, media_type="application/json")
+        found: dict[str, Any] = {}
+        for worker in self._workers:
+            if worker.state is WorkerState.UP:
+                found.update(worker.models)
+        body = msgspec.json.encode({"object": "list", "data": list(found.values())})
+        return Response(body, media_type="application/json")
+
+    def _show_workers(self) -> None:
+        for worker in self._workers:
+            self._metrics.up.labels(worker.name).set(worker.state is WorkerState.UP)
+
+
+def _session(config: RouterConfig) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+        timeout=aiohttp.ClientTimeout(
+            total=None, sock_connect=_CONNECT_S, sock_read=config.silent_s
+        ),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        max_line_size=65536,
+        max_field_size=65536,
+    )

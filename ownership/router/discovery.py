@@ -1,0 +1,72 @@
+"""Discovery: the workers of the configuration, of a file that changes, and of a DNS name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from pathlib import Path
+
+from hetero_connector.errors import RouterConfigError
+from ownership.router.config import RouterConfig, WorkerAddress, read_workers
+from ownership.router.workers import WorkerSet
+
+_log = logging.getLogger(__name__)
+
+
+class Discovery:
+    """Keeps the set of workers as its sources say.
+
+    A source that cannot be read keeps what it said last: nothing is taken out by an error.
+    """
+
+    def __init__(self, config: RouterConfig, workers: WorkerSet) -> None:
+        self._config, self._workers = config, workers
+        self._in_file: tuple[WorkerAddress, ...] = ()
+        self._file_version: tuple[int, int, int] | None = None
+        self._in_dns: tuple[WorkerAddress, ...] = ()
+        self._found: dict[str, WorkerAddress] = {}
+
+    async def run(self) -> None:
+        """Look again every `probe_s`, for ever."""
+        while True:
+            await self.look()
+            await asyncio.sleep(self._config.probe_s)
+
+    async def look(self) -> None:
+        """Ask all sources once. The first that names a worker counts."""
+        if self._config.workers_file is not None:
+            self._look_at_file(self._config.workers_file)
+        if self._config.workers_dns:
+            await self._ask_dns(self._config.workers_dns)
+        found: dict[str, WorkerAddress] = {}
+        for address in (*self._config.workers, *self._in_file, *self._in_dns):
+            found.setdefault(address.name, address)
+        if found != self._found:
+            self._found = found
+            _log.info("workers: %s", ", ".join(found) or "none")
+            self._workers.set_addresses(found.values())
+
+    def _look_at_file(self, path: Path) -> None:
+        try:
+            about = os.stat(path)
+            version = (about.st_mtime_ns, about.st_size, about.st_ino)
+            if version != self._file_version:
+                self._in_file = read_workers(path)
+                self._file_version = version
+        except (OSError, RouterConfigError) as error:
+            _log.warning("the workers stay as they are: %s", error)
+
+    async def _ask_dns(self, name: str) -> None:
+        host, _, port = name.rpartition(":")
+        try:
+            answers = await asyncio.get_running_loop().getaddrinfo(
+                host.strip("[]"), int(port), type=socket.SOCK_STREAM
+            )
+        except OSError as error:
+            _log.warning("the workers stay as they are: DNS, %s: %s", host, error)
+            return
+        hosts = sorted({str(x[4][0]) for x in answers})
+        named = (f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts)
+        self._in_dns = tuple(WorkerAddress(x, f"http://{x}") for x in named)

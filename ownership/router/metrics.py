@@ -1,0 +1,51 @@
+"""The router's metrics. Labels are bounded: no model, key or path that a client could invent."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class RouterMetrics:
+    """All metrics, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, namespace="heterocache_router", registry=self.registry)
+        gauge = partial(Gauge, namespace="heterocache_router", registry=self.registry)
+        histogram = partial(
+            Histogram, namespace="heterocache_router", registry=self.registry, buckets=_SECONDS
+        )
+        self.requests = counter("requests", "Answers, by path and status", ["path", "status"])
+        self.refused = counter("refused", "Answers of the router itself, by reason", ["reason"])
+        self.retried = counter(
+            "retried", "Requests sent again before their first byte, by the worker lost", ["worker"]
+        )
+        self.cut = counter(
+            "cut", "Answers that ended with an error after their first byte, by worker", ["worker"]
+        )
+        self.left = counter("clients_left", "Requests whose client left before their end")
+        self.wait = histogram("wait_seconds", "Time from a request's body to its dispatch")
+        self.first_byte = histogram(
+            "first_byte_seconds", "Time from a request's body to its answer's first byte", ["path"]
+        )
+        self.in_flight = gauge(
+            "in_flight", "Requests under way, by worker", ["worker"], multiprocess_mode="livesum"
+        )
+        self.queued = gauge("queued", "Requests that wait for room", multiprocess_mode="livesum")
+        self.up = gauge(
+            "worker_up", "1 if the worker serves", ["worker"], multiprocess_mode="livemin"
+        )
+
+    def text(self) -> bytes:
+        """Return the values of all processes of this router, as Prometheus reads them."""
+        if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+            return generate_latest(self.registry)
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)

@@ -1,0 +1,70 @@
+"""The port between the proxy and what decides where a request runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ownership.router.doors import Refusal
+from ownership.router.requests import RouterRequest
+from ownership.router.workers import Worker
+
+
+@dataclass(eq=False, slots=True)
+class Placed:
+    """A request and the worker that it is sent to."""
+
+    request: RouterRequest
+    worker: Worker
+    body: bytes | None = None
+    """The body for the worker, if it is not the client's: with `kv_transfer_params`, say."""
+
+
+class Placer(Protocol):
+    """Chooses workers. All calls are made on the event loop, none may block it.
+
+    For each `Placed` that is sent, `on_sent` is called, then at most one `on_first_byte`, then
+    one of `on_ended` and `on_failed`.
+    """
+
+    async def place(self, request: RouterRequest, candidates: Sequence[Worker]) -> Placed | Refusal:
+        """Choose one of the candidates, of which there is at least one, or refuse."""
+        ...
+
+    def on_sent(self, placed: Placed, now_s: float) -> None: ...
+
+    def on_first_byte(self, placed: Placed, now_s: float) -> None: ...
+
+    def on_ended(self, placed: Placed, num_events: int, now_s: float) -> None:
+        """The answer is complete, or its client has left. `num_events`: those streamed so far."""
+        ...
+
+    def on_failed(self, placed: Placed, now_s: float) -> None:
+        """The worker was lost. The request may be placed again if it has had no byte."""
+        ...
+
+
+class LeastLoaded:
+    """Takes the worker with the fewest requests, by turns among equals. It knows no prefixes."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    async def place(self, request: RouterRequest, candidates: Sequence[Worker]) -> Placed | Refusal:
+        least = min(worker.in_flight for worker in candidates)
+        equal = [worker for worker in candidates if worker.in_flight == least]
+        self._turn += 1
+        return Placed(request, equal[self._turn % len(equal)])
+
+    def on_sent(self, placed: Placed, now_s: float) -> None:
+        pass
+
+    def on_first_byte(self, placed: Placed, now_s: float) -> None:
+        pass
+
+    def on_ended(self, placed: Placed, num_events: int, now_s: float) -> None:
+        pass
+
+    def on_failed(self, placed: Placed, now_s: float) -> None:
+        pass

@@ -1,0 +1,99 @@
+"""Probes: each worker is asked regularly if it serves, and which models."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from time import monotonic
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from ownership.router.config import RouterConfig
+from ownership.router.workers import Worker, WorkerSet, WorkerState
+
+_FAILURES = 3
+"""Failures in a row that make a worker `DOWN`. A refused connection is enough alone."""
+
+_log = logging.getLogger(__name__)
+
+
+class Prober:
+    """Keeps one task for each worker of the set."""
+
+    def __init__(
+        self, workers: WorkerSet, session: aiohttp.ClientSession, config: RouterConfig
+    ) -> None:
+        self._workers, self._session, self._config = workers, session, config
+        self._tasks: dict[Worker, asyncio.Task[None]] = {}
+        key = config.worker_api_key
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._timeout = aiohttp.ClientTimeout(config.probe_timeout_s)
+
+    def follow(self) -> None:
+        """Probe the workers that the set has now, and no others."""
+        present = set(self._workers)
+        for worker in self._tasks.keys() - present:
+            self._tasks.pop(worker).cancel()
+        for worker in present - self._tasks.keys():
+            self._tasks[worker] = asyncio.get_running_loop().create_task(self._watch(worker))
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _watch(self, worker: Worker) -> None:
+        failures, silent_since_s = 0, 0.0
+        while True:
+            asked_s = monotonic()
+            problem = await self._ask(worker)
+            if problem is None:
+                failures = 0
+                self._set_state(worker, WorkerState.UP, "")
+            else:
+                failures += 1
+                silent_since_s = asked_s if failures == 1 else silent_since_s
+                is_down = failures >= _FAILURES or isinstance(problem, ConnectionRefusedError)
+                if is_down or worker.state is WorkerState.UNKNOWN:
+                    self._set_state(worker, WorkerState.DOWN, f": {problem or 'no answer in time'}")
+                if is_down:
+                    worker.abandon_silent(silent_since_s)
+            await asyncio.sleep(self._config.probe_s)
+
+    def _set_state(self, worker: Worker, state: WorkerState, why: str) -> None:
+        if worker.state is not state:
+            _log.log(
+                logging.INFO if state is WorkerState.UP else logging.WARNING,
+                f"worker {worker.name} is {state}{why}",
+            )
+            worker.state = state
+            self._workers.changed()
+
+    async def _ask(self, worker: Worker) -> Exception | None:
+        """Return None if the worker serves, else why it does not."""
+        try:
+            await self._get(worker, "/health")
+            answer = await self._get(worker, "/v1/models")
+            if answer:
+                models = msgspec.json.decode(answer, type=_Models).data
+                worker.models = {str(model["id"]): model for model in models if "id" in model}
+        except aiohttp.ClientConnectorError as error:
+            return error.os_error
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            return error
+        return None
+
+    async def _get(self, worker: Worker, path: str) -> bytes:
+        """Return the answer; b"" if the worker has no such path. Raises ClientResponseError."""
+        url = worker.address.url + path
+        async with self._session.get(url, headers=self._headers, timeout=self._timeout) as answer:
+            if answer.status not in (404, 405):
+                answer.raise_for_status()
+                return await answer.read()
+        return b""
+
+
+class _Models(msgspec.Struct):
+    data: list[dict[str, Any]]

@@ -1,0 +1,239 @@
+"""The proxy: one request, from its door to a worker and back, whatever happens on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from time import monotonic
+
+import aiohttp
+from multidict import CIMultiDict
+from starlette.types import Receive, Scope, Send
+from yarl import URL
+
+from ownership.router.admission import Admission
+from ownership.router.answer import Answer
+from ownership.router.config import RouterConfig
+from ownership.router.doors import DOORS, OTHER, Reason, Refusal
+from ownership.router.metrics import RouterMetrics
+from ownership.router.placer import Placed, Placer
+from ownership.router.requests import ClientLeftError, RefusedError, RouterRequest, read_request
+from ownership.router.workers import Exchange, Worker, WorkerSet
+
+_BUSY = frozenset({429, 502, 503, 504})
+"""Statuses of a worker for which another one is asked, if there is another."""
+_RESENT = 1
+"""A request is sent again so often after a worker that had it was lost: it may be what ended it."""
+_WHOLE_BYTES = 256 * 1024
+"""An answer of known length is sent when it is whole, up to this size."""
+_SKIPPED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+"""Headers that the client for workers would add."""
+
+_log = logging.getLogger(__name__)
+
+
+class _WorkerLostError(Exception):
+    """The worker cannot be reached, or did not answer to the end."""
+
+    def __init__(self, problem: object, *, was_sent: bool = True, is_stale: bool = False) -> None:
+        super().__init__(str(problem) or type(problem).__name__)
+        self.was_sent = was_sent
+        """False if the worker cannot have got the request."""
+        self.is_stale = is_stale
+        """True if it closed a kept connection, perhaps without having seen the request."""
+
+
+class _BusyError(Exception):
+    """The worker has refused the request, and another one may take it."""
+
+
+class Proxy:
+    """The ASGI application behind every path that workers serve."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        workers: WorkerSet,
+        placer: Placer,
+        session: aiohttp.ClientSession,
+        metrics: RouterMetrics,
+    ) -> None:
+        self._config, self._workers, self._placer = config, workers, placer
+        self._session, self._metrics = session, metrics
+        self._admission = Admission(workers.room, config.max_queued, config.queue_s)
+        workers.on_change.append(self._admission.admit)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        door = DOORS.get(scope["path"], OTHER)
+        answer = Answer(send)
+        try:
+            request = await read_request(scope, receive, self._config)
+            await self._serve_while_connected(request, receive, answer)
+        except RefusedError as error:
+            self._metrics.refused.labels(error.refusal.reason).inc()
+            await answer.refuse(door.api, error.refusal)
+        except ClientLeftError:
+            self._metrics.left.inc()
+            return
+        self._metrics.requests.labels(door.name, str(answer.status)).inc()
+
+    async def _serve_while_connected(
+        self, request: RouterRequest, receive: Receive, answer: Answer
+    ) -> None:
+        """Serve the request; a client that leaves ends it, and thereby the worker's part."""
+        serving = asyncio.current_task()
+        assert serving is not None
+        has_left = False
+
+        async def watch() -> None:
+            nonlocal has_left
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            has_left = True
+            serving.cancel()
+
+        watching = asyncio.get_running_loop().create_task(watch())
+        try:
+            await self._serve(request, answer)
+        except asyncio.CancelledError:
+            if not has_left:
+                raise
+            serving.uncancel()
+            raise ClientLeftError from None
+        finally:
+            watching.cancel()
+
+    async def _serve(self, request: RouterRequest, answer: Answer) -> None:
+        """Send the request to workers until one answers. Raises RefusedError if none does."""
+        arrived_s = monotonic()
+        tried: list[Worker] = []
+        resent, was_stale = 0, False
+        while True:
+            placed = await self._place(request, tried)
+            worker = placed.worker
+            tried.append(worker)
+            try:
+                await self._exchange(placed, answer, arrived_s, tried)
+                return
+            except _BusyError:
+                pass
+            except _WorkerLostError as lost:
+                _log.warning("worker %s was lost: %s", worker.name, lost)
+                if answer.status:
+                    worker.breaker.on_failure()
+                    self._metrics.cut.labels(worker.name).inc()
+                    await answer.cut(request.door.api, _lost(worker))
+                    return
+                if lost.is_stale and not was_stale:
+                    was_stale = True
+                    tried.remove(worker)
+                    continue
+                worker.breaker.on_failure()
+                resent += lost.was_sent
+                if resent > _RESENT or not self._workers.usable(request, tried):
+                    raise RefusedError(_lost(worker)) from None
+            self._metrics.retried.labels(worker.name).inc()
+
+    async def _place(self, request: RouterRequest, tried: Sequence[Worker]) -> Placed:
+        """Wait for room, then choose a worker."""
+        model = request.model
+        if model is not None and not self._workers.is_known(model):
+            text = f"The model `{model}` does not exist."
+            raise RefusedError(Refusal(Reason.UNKNOWN_MODEL, text))
+        await self._admission.enter(request)
+        try:
+            candidates = self._workers.candidates(request, tried)
+            if not candidates:
+                text = "no worker serves this model at present"
+                raise RefusedError(Refusal(Reason.NO_WORKER, text, retry_after_s=2))
+            placed = await self._placer.place(request, candidates)
+        finally:
+            self._admission.placed()
+            self._metrics.queued.set(self._admission.queued)
+        if isinstance(placed, Refusal):
+            raise RefusedError(placed)
+        return placed
+
+    async def _exchange(
+        self, placed: Placed, answer: Answer, arrived_s: float, tried: Sequence[Worker]
+    ) -> None:
+        """Send a request to its worker, and the worker's answer to the client."""
+        worker = placed.worker
+        in_flight = self._metrics.in_flight.labels(worker.name)
+        exchange = Exchange(asyncio.timeout(None), monotonic())
+        worker.exchanges.add(exchange)
+        in_flight.inc()
+        if len(tried) == 1:
+            self._metrics.wait.observe(exchange.last_byte_s - arrived_s)
+        self._placer.on_sent(placed, exchange.last_byte_s)
+        try:
+            async with exchange.patience:
+                await self._pass_on(placed, exchange, answer, arrived_s, tried)
+        except _BusyError:
+            self._placer.on_failed(placed, monotonic())
+            raise
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            self._placer.on_failed(placed, monotonic())
+            raise _as_lost(error) from error
+        except BaseException:  # the client has left
+            self._placer.on_ended(placed, answer.num_events, monotonic())
+            raise
+        finally:
+            worker.exchanges.discard(exchange)
+            in_flight.dec()
+            self._admission.left()
+        self._placer.on_ended(placed, answer.num_events, monotonic())
+        worker.breaker.on_success()
+
+    async def _pass_on(
+        self,
+        placed: Placed,
+        exchange: Exchange,
+        answer: Answer,
+        arrived_s: float,
+        tried: Sequence[Worker],
+    ) -> None:
+        """Send the worker's answer, byte for byte, no faster than the client reads it.
+
+        The head is sent with the first part of the body: up to then another worker may answer.
+        """
+        request = placed.request
+        body = request.body if placed.body is None else placed.body
+        sending = self._session.request(
+            request.method,
+            URL(placed.worker.address.url + request.target, encoded=True),
+            data=body or None,
+            headers=CIMultiDict(
+                (name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers
+            ),
+            skip_auto_headers=_SKIPPED,
+            allow_redirects=False,
+        )
+        async with sending as response:
+            if response.status in _BUSY and self._workers.usable(request, tried):
+                raise _BusyError
+            read = response.content.readany
+            part = await read()
+            exchange.last_byte_s = now_s = monotonic()
+            self._placer.on_first_byte(placed, now_s)
+            self._metrics.first_byte.labels(request.door.name).observe(now_s - arrived_s)
+            if (response.content_length or _WHOLE_BYTES) < _WHOLE_BYTES:
+                part += await response.content.read()
+            await answer.start(response, placed.worker.name)
+            while part:
+                await answer.send(part)
+                part = await read()
+                exchange.last_byte_s = monotonic()
+            await answer.end()
+
+
+def _as_lost(error: Exception) -> _WorkerLostError:
+    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+        return _WorkerLostError(error, was_sent=False)
+    return _WorkerLostError(error, is_stale=isinstance(error, aiohttp.ServerDisconnectedError))
+
+
+def _lost(worker: Worker) -> Refusal:
+    text = f"worker {worker.name} was lost while it served this request; send it again"
+    return Refusal(Reason.WORKER_LOST, text, retry_after_s=1)

@@ -1,0 +1,158 @@
+"""Serving: uvicorn in one process for each core, all on one port by SO_REUSEPORT."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+from prometheus_client import disable_created_metrics
+from prometheus_client.multiprocess import mark_process_dead
+
+from hetero_connector.errors import RouterConfigError
+from ownership.router.app import make_app
+from ownership.router.config import RouterConfig, read_config
+from ownership.router.placer import Placer
+
+_RESTART_S = 1.0
+"""A process that has ended is started again after so long."""
+_KEEP_ALIVE_S = 75
+_BACKLOG = 2048
+
+_log = logging.getLogger(__name__)
+
+
+def serve(path: Path, processes: int = 1) -> None:
+    """Serve until SIGTERM or SIGINT. Raises RouterConfigError."""
+    config = read_config(path)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    listener = open_listener(config)
+    host, port = listener.getsockname()[:2]
+    _log.info("listening at http://%s:%d with %d processes", host, port, processes)
+    if processes == 1:
+        _run(config, listener)
+    else:
+        _Processes(path, port, processes, listener).run()
+
+
+def open_listener(config: RouterConfig, port: int | None = None) -> socket.socket:
+    """Open a socket of the router's port, of which each process has one.
+
+    The kernel ends connections whose client reads nothing for `client_s`.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        unread_ms = int(1e3 * config.client_s)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms)
+        listener.bind((config.host, config.port if port is None else port))
+    except OSError as error:
+        listener.close()
+        problem = f"cannot listen at {config.host}, port {config.port}: {error.strerror}"
+        raise RouterConfigError("the router", [problem]) from error
+    return listener
+
+
+def uvicorn_settings(config: RouterConfig, placer: Placer | None = None) -> uvicorn.Config:
+    """Return how uvicorn serves the application. Workers' headers are passed on as they are."""
+    return uvicorn.Config(
+        make_app(config, placer),
+        http="httptools",
+        loop="uvloop",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(config.drain_s),
+    )
+
+
+def _run(config: RouterConfig, listener: socket.socket) -> None:
+    """Serve in this process."""
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+    uvicorn.Server(uvicorn_settings(config)).run(sockets=[listener])
+
+
+class _Processes:
+    """The parent of several serving processes: it starts them, again if one ends, and ends them."""
+
+    def __init__(self, path: Path, port: int, count: int, listener: socket.socket) -> None:
+        """`listener`: keeps the port; it never listens."""
+        self._path, self._port, self._listener = path, port, listener
+        self._drain_s = read_config(path).drain_s
+        self._context = multiprocessing.get_context("spawn")
+        self._children: list[BaseProcess] = []
+        self._count = count
+        self._is_ending = False
+
+    def run(self) -> None:
+        folder = tempfile.mkdtemp(prefix="heterocache-router-")
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._end)
+        try:
+            while not self._is_ending:
+                while len(self._children) < self._count:
+                    self._start()
+                self._reap(_RESTART_S)
+            self._end_children()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _start(self) -> None:
+        child = self._context.Process(target=_run_child, args=(self._path, self._port))
+        child.start()
+        self._children.append(child)
+
+    def _reap(self, timeout_s: float) -> None:
+        wait([child.sentinel for child in self._children], timeout_s)
+        for child in [x for x in self._children if not x.is_alive()]:
+            self._children.remove(child)
+            mark_process_dead(child.pid)  # type: ignore[no-untyped-call]  # its gauges
+            if not self._is_ending:
+                _log.error("process %s ended with status %s", child.pid, child.exitcode)
+                time.sleep(_RESTART_S)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        self._is_ending = True
+        for child in self._children:
+            child.terminate()
+
+    def _end_children(self) -> None:
+        deadline_s = time.monotonic() + self._drain_s + 5.0
+        for child in self._children:
+            child.join(max(0.0, deadline_s - time.monotonic()))
+            child.kill()
+
+
+def _run_child(path: Path, port: int) -> None:
+    """Serve in a child process, which ends when its parent has ended."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s")
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=follow, daemon=True, name="heterocache-router-parent").start()
+    config = read_config(path)
+    _run(config, open_listener(config, port))

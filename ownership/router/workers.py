@@ -1,0 +1,133 @@
+"""The workers: which there are, which may get requests, and what each has under way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from ownership.directory.breaker import CircuitBreaker
+from ownership.router.config import WorkerAddress
+from ownership.router.requests import RouterRequest
+
+
+class WorkerState(StrEnum):
+    """The answer of a worker's probes."""
+
+    UNKNOWN = "unknown"
+    """Not probed yet."""
+    UP = "up"
+    DOWN = "down"
+
+
+@dataclass(eq=False, slots=True)
+class Exchange:
+    """One request under way at a worker."""
+
+    patience: asyncio.Timeout
+    """Ends the wait for the worker when it is rescheduled to now."""
+    last_byte_s: float
+    """Monotonic time at which the worker last sent something, or got the request."""
+
+
+@dataclass(eq=False)
+class Worker:
+    """One worker. The router's processes each have their own view of it."""
+
+    address: WorkerAddress
+    state: WorkerState = WorkerState.UNKNOWN
+    models: Mapping[str, Any] = field(default_factory=dict)
+    """Its answer to `/v1/models`, by id."""
+    exchanges: set[Exchange] = field(default_factory=set)
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    """Opened by requests that were lost; one request after each pause tries again."""
+
+    @property
+    def name(self) -> str:
+        return self.address.name
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.exchanges)
+
+    def has_model(self, model: str | None) -> bool:
+        """Return True also if it has not told its models, or the request names none."""
+        return model is None or not self.models or model in self.models
+
+    def abandon_silent(self, since_s: float) -> None:
+        """End the exchanges without a byte since then. Each is sent elsewhere, or its client is
+        told."""
+        now_s = asyncio.get_running_loop().time()
+        for exchange in self.exchanges:
+            if exchange.last_byte_s < since_s and exchange.patience.when() is None:
+                exchange.patience.reschedule(now_s)
+
+
+class WorkerSet:
+    """All workers. `on_change` is called when one comes, goes, or changes its state."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        self._max_in_flight = max_in_flight
+        self._workers: dict[str, Worker] = {}
+        self.on_change: list[Callable[[], None]] = []
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers.values())
+
+    def set_addresses(self, addresses: Iterable[WorkerAddress]) -> None:
+        """Make these the workers. Those that are missing end what they have begun."""
+        wanted = {address.name: address for address in addresses}
+        for name, worker in list(self._workers.items()):
+            address = wanted.get(name)
+            if address is not None and address.url == worker.address.url:
+                worker.address = address
+            else:
+                del self._workers[name]
+        for name, address in wanted.items():
+            if name not in self._workers:
+                self._workers[name] = Worker(address)
+        self.changed()
+
+    def changed(self) -> None:
+        """Tell that a worker's state has changed."""
+        for listener in self.on_change:
+            listener()
+
+    def is_known(self, model: str) -> bool:
+        """Return True if a worker has the model, or may have it."""
+        workers = self._workers.values()
+        return not workers or any(worker.has_model(model) for worker in workers)
+
+    def usable(self, request: RouterRequest, tried: Sequence[Worker] = ()) -> list[Worker]:
+        """Return the workers that could take the request now, or after others have ended."""
+        return [
+            worker
+            for worker in self._workers.values()
+            if worker.state is WorkerState.UP
+            and not worker.address.is_draining
+            and worker not in tried
+            and worker.has_model(request.model)
+        ]
+
+    def room(self, request: RouterRequest) -> int | None:
+        """Return how many more requests like this the workers could take; None without any."""
+        workers = [x for x in self.usable(request) if not x.breaker.is_open]
+        if not workers:
+            return None
+        return sum(max(0, self._max_in_flight - worker.in_flight) for worker in workers)
+
+    def candidates(self, request: RouterRequest, tried: Sequence[Worker]) -> list[Worker]:
+        """Return the workers to choose from. If one's breaker wants to try again, it alone.
+
+        With room if there are such.
+        """
+        usable = self.usable(request, tried)
+        closed = []
+        for worker in usable:
+            if not worker.breaker.is_open:
+                closed.append(worker)
+            elif worker.breaker.admit() == 0.0:
+                return [worker]
+        return [x for x in closed if x.in_flight < self._max_in_flight] or closed

@@ -1,0 +1,198 @@
+"""The order of admission: shares of classes, fairness between clients, bounds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Coroutine
+
+import pytest
+
+from ownership.router.admission import WEIGHTS, Admission
+from ownership.router.doors import OTHER, Reason
+from ownership.router.requests import Priority, RefusedError, RouterRequest
+
+
+def request(
+    caller: str = "", priority: Priority = Priority.NORMAL, model: str = ""
+) -> RouterRequest:
+    return RouterRequest(OTHER, "POST", "/", [], b"", caller, priority, model or None)
+
+
+class Room:
+    """Room for requests, by model."""
+
+    def __init__(self, **by_model: int) -> None:
+        self.by_model = Counter(by_model)
+        self.has_workers = True
+
+    def __call__(self, wanted: RouterRequest) -> int | None:
+        return self.by_model[wanted.model or "any"] if self.has_workers else None
+
+
+class Bench:
+    """An admission whose order of entry is recorded."""
+
+    def __init__(self, room: Room, max_queued: int = 10_000, queue_s: float = 60.0) -> None:
+        self.room = room
+        self.admission = Admission(room, max_queued, queue_s)
+        self.entered: list[RouterRequest] = []
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def enter(self, wanted: RouterRequest) -> None:
+        await self.admission.enter(wanted)
+        self.entered.append(wanted)
+        self.room.by_model[wanted.model or "any"] -= 1
+        self.admission.placed()
+
+    async def wait(self, *wanted: RouterRequest) -> list[asyncio.Task[None]]:
+        """Let requests enter; return when those who must wait do."""
+        tasks = [asyncio.create_task(self.enter(x)) for x in wanted]
+        self.tasks += tasks
+        await settle()
+        return tasks
+
+    async def release(self, count: int = 1, model: str = "any") -> None:
+        for _ in range(count):
+            self.room.by_model[model] += 1
+            self.admission.left()
+            await settle()
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def play(story: Coroutine[object, object, None]) -> None:
+    asyncio.run(asyncio.wait_for(story, 30))
+
+
+def test_with_room_nothing_waits() -> None:
+    async def story() -> None:
+        bench = Bench(Room(any=3))
+        await bench.wait(*[request()] * 3)
+        assert len(bench.entered) == 3
+        assert bench.admission.queued == 0
+
+    play(story())
+
+
+def test_a_client_with_a_thousand_requests_does_not_delay_another_s_one() -> None:
+    async def story() -> None:
+        bench = Bench(Room(any=0))
+        await bench.wait(*[request("busy")] * 1000)
+        await bench.wait(request("rare"))
+        await bench.release(3)
+        assert "rare" in [x.caller for x in bench.entered]
+        await bench.release(998)
+        assert len(bench.entered) == 1001
+
+    play(story())
+
+
+def test_classes_get_their_shares_and_none_starves() -> None:
+    async def story() -> None:
+        bench = Bench(Room(any=0))
+        for priority in Priority:
+            await bench.wait(*[request(priority=priority)] * 200)
+        await bench.release(105)
+        served = Counter(x.priority for x in bench.entered)
+        total = sum(WEIGHTS.values())
+        for priority, weight in WEIGHTS.items():
+            assert abs(served[priority] - 105 * weight / total) <= 2
+        for task in bench.tasks:
+            task.cancel()
+
+    play(story())
+
+
+def test_within_a_flow_the_first_is_first() -> None:
+    async def story() -> None:
+        bench = Bench(Room(any=0))
+        wanted = [request() for _ in range(20)]
+        await bench.wait(*wanted)
+        await bench.release(20)
+        assert [id(x) for x in bench.entered] == [id(x) for x in wanted]
+
+    play(story())
+
+
+def test_a_full_model_does_not_block_another_s_requests() -> None:
+    async def story() -> None:
+        bench = Bench(Room(a=0, b=0))
+        await bench.wait(request("x", model="a"), request("y", model="b"))
+        await bench.release(model="b")
+        assert [x.model for x in bench.entered] == ["b"]
+        await bench.release(model="a")
+        assert len(bench.entered) == 2
+
+    play(story())
+
+
+def test_too_many_and_too_long_are_refused_with_a_reason() -> None:
+    async def story() -> None:
+        bench = Bench(Room(any=0), max_queued=2, queue_s=0.05)
+        first = await bench.wait(request(), request())
+        (third,) = await bench.wait(request())
+        with pytest.raises(RefusedError) as full:
+            await third
+        assert full.value.refusal.reason is Reason.QUEUE_FULL
+        for task in first:
+            with pytest.raises(RefusedError) as late:
+                await task
+            assert late.value.refusal.reason is Reason.QUEUE_TIMEOUT
+            assert late.value.refusal.status == 429
+        assert bench.admission.queued == 0
+        await bench.release()
+        await bench.wait(request())
+        assert len(bench.entered) == 1
+
+    play(story())
+
+
+def test_a_request_that_is_cancelled_leaves_its_place_to_the_next() -> None:
+    async def story() -> None:
+        bench = Bench(Room(any=0))
+        one, two = await bench.wait(request(), request())
+        one.cancel()
+        await settle()
+        assert bench.admission.queued == 1
+        await bench.release()
+        assert two.done()
+        # Admitted, and cancelled before it could go on: the room is not lost.
+        (three, four) = await bench.wait(request(), request())
+        bench.room.by_model["any"] += 1
+        bench.admission.left()
+        three.cancel()
+        await settle()
+        assert four.done()
+
+    play(story())
+
+
+def test_without_any_worker_a_request_goes_on_to_be_refused() -> None:
+    async def story() -> None:
+        bench = Bench(Room(any=0))
+        (waiting,) = await bench.wait(request())
+        bench.room.has_workers = False
+        bench.admission.admit()
+        await settle()
+        assert waiting.done()
+
+    play(story())
+
+
+def test_retry_after_follows_the_pace_of_the_queue() -> None:
+    async def story() -> None:
+        bench = Bench(Room(any=0))
+        assert bench.admission.retry_after_s == 1
+        await bench.wait(*[request()] * 50)
+        bench.admission._intervals_s.extend([0.5] * 10)
+        assert bench.admission.retry_after_s == 25
+        bench.admission._intervals_s.extend([100.0] * 64)
+        assert bench.admission.retry_after_s == 60
+        for task in bench.tasks:
+            task.cancel()
+
+    play(story())

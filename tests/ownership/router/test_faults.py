@@ -1,0 +1,251 @@
+"""Workers that refuse, hang, break off, are killed, come and go."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.stub_fleet import StubFleet
+from tests.ownership.router.bench import RunningRouter, error_of, seen, wait_until
+from tests.ownership.router.conftest import StartRouter
+
+
+@pytest.fixture
+def pair() -> Iterator[StubFleet]:
+    """Two workers that a test may harm."""
+    with StubFleet(2) as workers:
+        yield workers
+
+
+def total(workers: StubFleet, what: str) -> int:
+    return sum(seen(url)["seen"].get(what, 0) for url in workers.urls)
+
+
+def set_health(url: str, is_healthy: bool) -> None:
+    httpx.post(f"{url}/stub/health", content=json.dumps(is_healthy))
+
+
+def last_event(text: str) -> str:
+    return text.rstrip("\n").rpartition("\n\n")[2]
+
+
+def test_a_request_that_a_worker_refuses_is_sent_to_another(
+    start_router: StartRouter, pair: StubFleet
+) -> None:
+    router = start_router(workers=pair.urls)
+    answer = router.complete(stub={"fault": "refuse"})
+    assert answer.status_code == 503  # the second one's own words: there is no third
+    assert error_of(answer)["message"] == "the stub refuses"
+    assert total(pair, "/v1/completions") == 2
+
+
+def test_a_worker_that_is_gone_costs_a_request_nothing(
+    start_router: StartRouter, pair: StubFleet
+) -> None:
+    router = start_router(workers=pair.urls, probe_s=30.0)  # no probe tells it first
+    pair.processes[0].kill()
+    pair.processes[0].wait()
+    for _ in range(20):
+        assert router.complete().status_code == 200
+        assert "[DONE]" in router.stream()
+    assert router.metric("retried_total", worker=pair.urls[0].removeprefix("http://")) >= 1
+
+
+def test_a_request_whose_worker_is_lost_is_sent_again_once_only(
+    start_router: StartRouter, pair: StubFleet
+) -> None:
+    """It may be the request that ended the worker: it must not end the whole fleet."""
+    with StubFleet(2) as more:
+        router = start_router(workers=pair.urls + more.urls)
+        answer = router.complete(stub={"fault": "lose"})
+        assert answer.status_code == 502
+        assert answer.headers["x-heterocache-reason"] == "worker_lost"
+        assert total(pair, "lost") + total(more, "lost") <= 3  # a kept connection may be stale once
+
+
+@pytest.mark.parametrize("fault", ["cut", "exit"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_a_stream_whose_worker_is_lost_ends_with_an_error_event(
+    path: str, fault: str, start_router: StartRouter, pair: StubFleet
+) -> None:
+    router = start_router(workers=pair.urls)
+    text = router.stream(path, stub={"fault": fault, "events": 8})
+    assert text.count("choices") == 4
+    assert "[DONE]" not in text
+    event = last_event(text)
+    if path == "/v1/chat/completions":
+        assert json.loads(event.removeprefix("data: "))["error"]["code"] == 502
+    else:
+        name, _, data = event.partition("\n")
+        assert name == "event: error"
+        assert json.loads(data.removeprefix("data: "))["type"] == "error"
+    assert sum(router.metric("cut_total", worker=name) for name in router.states()) == 1
+    assert router.complete().status_code == 200
+
+
+def test_an_answer_that_is_cut_before_its_first_byte_is_an_error_or_another_s(
+    start_router: StartRouter, pair: StubFleet
+) -> None:
+    router = start_router(workers=pair.urls)
+    answer = router.complete(stub={"fault": "cut"})
+    assert answer.status_code == 502
+    assert error_of(answer)["message"].startswith("worker ")
+
+
+def test_a_stopped_worker_s_requests_go_elsewhere_or_end_with_an_error(
+    start_router: StartRouter, pair: StubFleet
+) -> None:
+    router = start_router(workers=pair.urls, probe_timeout_s=0.2)
+    stopped, name = pair.processes[0], pair.urls[0].removeprefix("http://")
+    texts: list[str] = []
+    threads = []
+    # By turns: each worker has one that streams, and one that has no byte yet.
+    for number, stub in enumerate([{"gap_s": 0.4}] * 2 + [{"first_s": 3}] * 2, 1):
+        send = partial(router.stream, stub=stub)
+        threads.append(threading.Thread(target=lambda send=send: texts.append(send())))
+        threads[-1].start()
+        wait_until(lambda number=number: total(pair, "/v1/completions") == number)
+    os.kill(stopped.pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: router.states()[name] == "down")
+        for thread in threads:
+            thread.join()
+        assert sum(text.endswith("data: [DONE]\n\n") for text in texts) == 3
+        (cut,) = [text for text in texts if "[DONE]" not in text]
+        assert '"code":502' in last_event(cut)
+        assert router.metric("retried_total", worker=name) == 1
+    finally:
+        os.kill(stopped.pid, signal.SIGCONT)
+    wait_until(lambda: router.states()[name] == "up")
+
+
+def test_a_worker_is_down_while_its_health_says_so(
+    start_router: StartRouter, pair: StubFleet
+) -> None:
+    router = start_router(workers=pair.urls)
+    name = pair.urls[0].removeprefix("http://")
+    set_health(pair.urls[0], False)
+    wait_until(lambda: router.states()[name] == "down")
+    served = {router.complete().headers["x-heterocache-worker"] for _ in range(6)}
+    assert served == {pair.urls[1].removeprefix("http://")}
+    set_health(pair.urls[0], True)
+    wait_until(lambda: router.states()[name] == "up")
+    served = {router.complete().headers["x-heterocache-worker"] for _ in range(6)}
+    assert len(served) == 2
+
+
+def test_a_worker_that_comes_back_at_its_address_serves_again(
+    start_router: StartRouter, pair: StubFleet
+) -> None:
+    router = start_router(workers=pair.urls)
+    for process in pair.processes:
+        process.kill()
+        process.wait()
+    wait_until(lambda: set(router.states().values()) == {"down"})
+    assert router.complete().status_code == 503
+    pair.start([], port=pair.ports[0])
+    wait_until(lambda: "up" in router.states().values())
+    assert router.complete().status_code == 200
+
+
+def test_the_file_of_workers_is_read_again_when_it_changes(
+    start_router: StartRouter, pair: StubFleet, tmp_path: Path
+) -> None:
+    file = tmp_path / "workers.yaml"
+    one, two = ({"url": url, "name": name} for url, name in zip(pair.urls, "ab", strict=True))
+    file.write_text(json.dumps([one]))
+    router = start_router(1, workers_file=str(file))
+    assert set(router.states()) == {"a"}
+
+    streamed: list[str] = []
+    stub = {"gap_s": 0.1, "events": 20}
+    thread = threading.Thread(target=lambda: streamed.append(router.stream(stub=stub)))
+    thread.start()
+    wait_until(lambda: total(pair, "/v1/completions") == 1)
+    file.write_text(json.dumps([two]))
+    wait_until(lambda: router.states() == {"b": "up"})
+    assert router.complete().headers["x-heterocache-worker"] == "b"
+    thread.join()
+    assert streamed[0].endswith("data: [DONE]\n\n"), "what it had begun was ended"
+
+    file.write_text("- nonsense")
+    two["drain"] = True
+    assert router.complete().status_code == 200, "a file that cannot be read changes nothing"
+    file.write_text(json.dumps([one, two]))
+    wait_until(lambda: router.states() == {"a": "up", "b": "up"})
+    served = {router.complete().headers["x-heterocache-worker"] for _ in range(6)}
+    assert served == {"a"}, "a draining worker got something new"
+
+
+def test_a_dns_name_s_addresses_are_the_workers(start_router: StartRouter, pair: StubFleet) -> None:
+    router = start_router(1, workers_dns=f"127.0.0.1:{pair.ports[0]}")
+    assert set(router.states()) == {f"127.0.0.1:{pair.ports[0]}"}
+    assert router.complete().status_code == 200
+
+
+def test_with_full_workers_requests_wait_and_then_are_refused(
+    start_router: StartRouter, pair: StubFleet
+) -> None:
+    router = start_router(workers=pair.urls, max_in_flight=1, max_queued=2, queue_s=1.5)
+    answers: list[httpx.Response] = []
+
+    def send() -> None:
+        answers.append(router.complete(stub={"first_s": 3}))
+
+    threads = [threading.Thread(target=send) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    reasons = [x.headers.get("x-heterocache-reason", "") for x in answers]
+    assert reasons.count("") == 2
+    assert reasons.count("queue_full") == 4
+    assert reasons.count("queue_timeout") == 2
+    refused = [x for x in answers if x.status_code == 429]
+    assert len(refused) == 6
+    assert all(int(x.headers["retry-after"]) >= 1 for x in refused)
+    assert total(pair, "/v1/completions") == 2, "a refused request reached a worker"
+    assert router.complete().status_code == 200
+
+
+def test_ten_times_the_load_neither_hangs_nor_loses_a_request(
+    start_router: StartRouter, pair: StubFleet
+) -> None:
+    router = start_router(workers=pair.urls, max_in_flight=2, max_queued=8)
+    answers: list[httpx.Response] = []
+
+    def send() -> None:
+        answers.extend(router.complete(stub={"first_s": 0.02}) for _ in range(5))
+
+    threads = [threading.Thread(target=send) for _ in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    statuses = [x.status_code for x in answers]
+    assert len(statuses) == 200
+    assert set(statuses) == {200, 429}
+    assert total(pair, "/v1/completions") == statuses.count(200)
+
+
+def test_a_router_that_ends_lets_streams_end_first(
+    fleet: StubFleet, start_router: StartRouter
+) -> None:
+    router: RunningRouter = start_router()
+    streamed: list[str] = []
+    stub = {"gap_s": 0.1, "events": 10}
+    thread = threading.Thread(target=lambda: streamed.append(router.stream(stub=stub)))
+    before = total(fleet, "/v1/completions")
+    thread.start()
+    wait_until(lambda: total(fleet, "/v1/completions") == before + 1)
+    router.end()
+    thread.join()
+    assert streamed[0].endswith("data: [DONE]\n\n")
