@@ -417,6 +417,8 @@ def oracle_result(
     policy: str, trace: Trace, fleet: FleetSpec, workload: Workload
 ) -> dict[str, Any]:
     """Return the bound as `SimulationResult.as_json` returns a policy's figures."""
+    if workload.population is not None:
+        raise ValueError("with a constant population, starts depend on the policy: no bound")
     sent = workload.trace(trace)
     chunk_tokens = chunk_tokens_of(trace, fleet, fleet.model)
     found = bound(sent, fleet, chunk_tokens, keep_answers=ORACLES[policy])

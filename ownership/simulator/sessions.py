@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ownership.simulator.clock import EventLoop
 from ownership.simulator.machine.request import LiveRequest
@@ -91,6 +92,18 @@ class LiveSession:
         return min(shared, before.input_tokens, request.input_tokens)
 
 
+_BACK_AFTER_S = 1.0
+"""Seconds after which another session follows one that was refused."""
+
+
+class Population(NamedTuple):
+    """Sessions of which always so many are under way."""
+
+    number: int
+    ramp_s: float
+    """The first ones start evenly in this time."""
+
+
 class Sessions:
     """Sends the requests of sessions in closed loops."""
 
@@ -104,8 +117,12 @@ class Sessions:
         *,
         block_tokens: int,
         keep_answers: bool,
+        population: Population | None = None,
     ) -> None:
         """`sessions`: in the order of their starts, which all have one.
+
+        `population`: sessions start when others end, whatever starts they have; there must be
+        enough of them until the simulation is stopped.
 
         `keep_answers`: the state of answers is kept if a later prompt can begin with them.
         `on_closed` is called when the last request of a session was answered or refused.
@@ -117,8 +134,18 @@ class Sessions:
         self._coming = enumerate(sessions)
         self._blocks_per_chunk = blocks_per_chunk
         self._block_tokens, self._keep_answers = block_tokens, keep_answers
+        self._population = population
 
     def start(self) -> None:
+        """Announce the first sessions."""
+        if self._population is None:
+            self._announce_next()
+            return
+        number, ramp_s = self._population
+        for at in range(number):
+            self._loop.at(ramp_s * at / number, self._open_next, begins=True)
+
+    def _announce_next(self) -> None:
         """Announce the next session; each announces the one after it."""
         for number, session in self._coming:
             assert session.start_s is not None
@@ -133,7 +160,8 @@ class Sessions:
         live.left -= 1
         for index in live.followers.get(request.index, ()):
             self._announce(live, index, now_s)
-        self._close_if_done(live)
+        if self._close_if_done(live) and self._population is not None:
+            self._open_next()
 
     def on_refused(self, request: LiveRequest) -> None:
         """Give up a refused request and all that would have followed it."""
@@ -141,12 +169,19 @@ class Sessions:
         while lost:
             live.left -= 1
             lost += live.followers.get(lost.pop(), ())
-        self._close_if_done(live)
+        if self._close_if_done(live) and self._population is not None:
+            self._loop.at(self._loop.now_s + _BACK_AFTER_S, self._open_next, begins=True)
 
-    def _close_if_done(self, live: LiveSession) -> None:
-        if not live.left:
-            del self.live[live.number]
-            self._report_closed(live)
+    def _close_if_done(self, live: LiveSession) -> bool:
+        """Close a session without requests left; return True if it was closed."""
+        if live.left:
+            return False
+        del self.live[live.number]
+        self._report_closed(live)
+        return True
+
+    def _open_next(self) -> None:
+        self._open(*next(self._coming))
 
     def _open(self, number: int, session: Session) -> None:
         now_s = self._loop.now_s
@@ -155,7 +190,8 @@ class Sessions:
         for index, request in enumerate(session.requests):
             if request.parent is None:
                 self._loop.at(now_s + request.offset_s, self._arrive, live, index, begins=True)
-        self.start()
+        if self._population is None:
+            self._announce_next()
 
     def _announce(self, live: LiveSession, index: int, answered_s: float) -> None:
         request = live.request(index)

@@ -68,6 +68,7 @@ def simulate(
         run = FleetSimulation(
             fleet, policy, shape, iter(sent), trace.block_tokens, workload.seed, timer, on_answer,
             None if timeline is None else Recording(timeline), objectives, workload.window,
+            workload.population,
         )  # fmt: skip
         run.run()
         decisions = run.tally.decision_s

@@ -20,7 +20,7 @@ from ownership.simulator.machine.request import LiveRequest
 from ownership.simulator.machine.worker import Worker, WorkerTotals
 from ownership.simulator.policies import PolicySpec
 from ownership.simulator.recording import Recording
-from ownership.simulator.sessions import LiveSession, Sessions, instant_s
+from ownership.simulator.sessions import LiveSession, Population, Sessions, instant_s
 from ownership.simulator.state.chunks import ShortChunk, short_chunk
 from ownership.simulator.state.owners import ChunkOwners, ChunkRanges
 from ownership.simulator.state.restoring import StoredChunkTable
@@ -49,8 +49,12 @@ class FleetSimulation:
         recording: Recording | None = None,
         objectives: Objectives | None = None,
         window: Window = WHOLE,
+        population: int | None = None,
     ) -> None:
-        """`timer` measures decisions. `on_answer` is called after every answer."""
+        """`timer` measures decisions. `on_answer` is called after every answer.
+
+        `population`: sessions of each worker that are under way at all times.
+        """
         self.window = window
         self._num_due = 0
         """Requests of the window without an answer."""
@@ -88,6 +92,9 @@ class FleetSimulation:
         self.sessions = Sessions(
             self.loop, sessions, shape.chunk_tokens // block_tokens, self._send, self._close,
             block_tokens=block_tokens, keep_answers=self._keeps_answers,
+            population=None if population is None else Population(
+                population * len(self.workers), window.begin_s / 2.0
+            ),
         )  # fmt: skip
         self._output_tokens = 256.0
         """Moving mean of answers, the length that policies expect."""
@@ -158,6 +165,7 @@ class FleetSimulation:
             tally.refused += counts
             self._num_due -= counts
             self.sessions.on_refused(request)
+            self._stop_if_done()
             return
         if live.owner is not None and counts:
             tally.owned_turns += 1

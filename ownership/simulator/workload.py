@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice, repeat
 from typing import Literal, get_args
 
 import numpy as np
@@ -76,8 +76,14 @@ class Workload:
     """Share of each preamble that all sessions have in common, see `draw_sessions`; None: sessions
     are not drawn but taken as they are, once each."""
     sessions: int | None = None
-    """Number of sessions; None: as many as the trace has."""
+    """Number of sessions; None: as many as the trace has. Of a trace that has more, the seed draws
+    where a stretch of so many begins."""
     seed: int = 0
+    speed: float | None = None
+    """Recorded starts come so many times as fast; think times stay. None: as recorded."""
+    population: int | None = None
+    """Sessions under way for each worker at all times: one that ends is followed by another, drawn
+    as with `sharing`. None: sessions start when they start."""
     half: Half | None = None
     """The part of the trace's sessions that is used: parameters are tuned on one half and reported
     on the other. None: all."""
@@ -88,15 +94,17 @@ class Workload:
 
         Raises:
             SimulationError: no rate is given and none recorded; or one is given and all recorded
-                sessions start at once (raised with the first session).
+                sessions start at once (raised with the first session); or two of the parameters
+                contradict each other.
             TraceError: a number is out of its range, or the trace is bad.
         """
+        self.check(recorded)
         if self.sessions is not None and self.sessions < 1:
             raise TraceError("workload", f"{self.sessions} is not above 0", field="sessions")
         if self.half is not None:
             recorded = half_of(recorded, self.half)
         sent = self._sent(recorded)
-        if self.window.end_s == math.inf:
+        if self.window.end_s == math.inf or self.population is not None:
             return sent
         return replace(sent, sessions=partial(_until, sent, self.window.end_s))
 
@@ -107,27 +115,75 @@ class Workload:
         given |= {"begin_s": begin_s or None, "end_s": end_s if end_s < math.inf else None}
         return {name: value for name, value in given.items() if value is not None}
 
+    def is_drawn(self, recorded: Trace) -> bool:
+        """Return True if another seed would send other sessions, or at other times."""
+        if self.sharing is not None or self.population is not None or not recorded.starts_recorded:
+            return True
+        if self.half is not None:
+            recorded = half_of(recorded, self.half)
+        return self.sessions is not None and self.sessions < sum(1 for _ in recorded)
+
+    def check(self, recorded: Trace) -> None:
+        """Raise SimulationError or TraceError if parameters are out of range or contradict."""
+
+        def error(problem: str, field: str) -> SimulationError:
+            return SimulationError(recorded.source, problem, field)
+
+        if self.speed is not None:
+            if not 0.0 < self.speed < math.inf:
+                raise TraceError("workload", f"{self.speed!r} is not above 0", field="speed")
+            if self.rate is not None or self.sharing is not None or self.population is not None:
+                raise error("recorded starts are sped up: give no other ones", "speed")
+            if not recorded.starts_recorded:
+                raise error("no starts are recorded that could be sped up", "speed")
+        if self.population is not None:
+            if self.population < 1:
+                raise TraceError(
+                    "workload", f"{self.population} is not above 0", field="population"
+                )
+            if self.rate is not None or self.sessions is not None:
+                raise error(
+                    "sessions follow each other: give neither rate nor sessions", "population"
+                )
+            if self.window.end_s == math.inf:
+                raise error("sessions follow each other without end: give end_s", "population")
+
     def _sent(self, recorded: Trace) -> Trace:
+        if self.population is not None:
+            return draw_sessions(recorded, None, None, self.sharing or 0.0, self.seed)
         if self.sharing is not None:
             number = self.sessions or sum(1 for _ in recorded)
             starts = self._starts(recorded)
             return draw_sessions(recorded, number, starts, self.sharing, self.seed)
+        chosen = self._stretch(recorded)
         if not recorded.starts_recorded:
             starts = self._starts(recorded)
             return replace(
-                recorded,
-                sessions=partial(_started, recorded, self.sessions, starts, self.seed),
+                chosen,
+                sessions=partial(_started, chosen, starts, self.seed),
                 starts_recorded=True,
                 caveats=(*recorded.caveats, starts.caveat),
             )
+        if self.speed is not None:
+            caveat = f"Sessions start {self.speed:g} times as fast as recorded."
+            sessions = partial(_sped_up, chosen, self.speed)
+            return replace(chosen, sessions=sessions, caveats=(*recorded.caveats, caveat))
         if self.rate is None:
-            return replace(recorded, sessions=partial(_first, recorded, self.sessions))
+            return chosen
         PoissonStarts(self.rate)  # checks the rate
         return replace(
-            recorded,
-            sessions=partial(_at_rate, recorded, self.sessions, self.rate),
+            chosen,
+            sessions=partial(_at_rate, chosen, self.rate),
             caveats=(*recorded.caveats, f"Starts are scaled to {self.rate:g} sessions per second."),
         )
+
+    def _stretch(self, recorded: Trace) -> Trace:
+        """Return as many sessions as wanted, from a place on that the seed draws."""
+        if self.sessions is None:
+            return recorded
+        spare = sum(1 for _ in recorded) - self.sessions
+        first = int(np.random.default_rng([self.seed, 3]).integers(spare + 1)) if spare > 0 else 0
+        return replace(recorded, sessions=partial(islice, recorded, first, first + self.sessions))
 
     def _starts(self, recorded: Trace) -> PoissonStarts:
         if self.rate is None:
@@ -159,22 +215,22 @@ def _until(sent: Trace, end_s: float) -> Iterator[Session]:
         yield session
 
 
-def _first(recorded: Trace, number: int | None) -> Iterator[Session]:
-    return islice(recorded, number)
-
-
-def _started(
-    recorded: Trace, number: int | None, starts: PoissonStarts, seed: int
-) -> Iterator[Session]:
+def _started(recorded: Trace, starts: PoissonStarts, seed: int) -> Iterator[Session]:
     """Yield sessions in file order, one at each start."""
     times = starts.starts_s(np.random.default_rng([seed, 2]))
-    for session, start_s in zip(_first(recorded, number), times, strict=False):
+    for session, start_s in zip(recorded, times, strict=False):
         yield replace(session, start_s=start_s)
 
 
-def _at_rate(recorded: Trace, number: int | None, rate: float) -> Iterator[Session]:
+def _sped_up(recorded: Trace, speed: float) -> Iterator[Session]:
+    """Yield sessions that start so many times as fast."""
+    for session in recorded:
+        yield replace(session, start_s=(session.start_s or 0.0) / speed)
+
+
+def _at_rate(recorded: Trace, rate: float) -> Iterator[Session]:
     """Yield sessions with their recorded starts stretched to another mean rate."""
-    starts = [s.start_s or 0.0 for s in _first(recorded, number)]
+    starts = [s.start_s or 0.0 for s in recorded]
     factor = 1.0
     if len(starts) > 1:
         span_s = starts[-1] - starts[0]
@@ -182,14 +238,20 @@ def _at_rate(recorded: Trace, number: int | None, rate: float) -> Iterator[Sessi
             problem = f"all {len(starts)} sessions start at once: that is no rate to change"
             raise SimulationError(recorded.source, problem, "rate")
         factor = (len(starts) - 1) / rate / span_s
-    for session, start_s in zip(_first(recorded, number), starts, strict=True):
+    for session, start_s in zip(recorded, starts, strict=True):
         yield replace(session, start_s=start_s * factor)
 
 
 def draw_sessions(
-    trace: Trace, number: int, starts: PoissonStarts, shared_fraction: float, seed: int
+    trace: Trace,
+    number: int | None,
+    starts: PoissonStarts | None,
+    shared_fraction: float,
+    seed: int,
 ) -> Trace:
     """Draw sessions of a trace with replacement, with invented arrivals and sharing.
+
+    `number`: None: without end. `starts`: None: each starts when another one ends.
 
     Two copies of a session share only what all sessions share: the first `shared_fraction` of each
     session's tools and system prompt (`preamble_tokens`) is taken to be the same text in all of
@@ -209,12 +271,12 @@ def draw_sessions(
         _drawn, recorded, trace.block_tokens, number, starts, shared_fraction, seed
     )
     return Trace(
-        source=f"{number} sessions drawn from {trace.source}, seed {seed}",
+        source=f"{number or 'any number of'} sessions drawn from {trace.source}, seed {seed}",
         format=trace.format,
         block_tokens=trace.block_tokens,
         sessions=sessions,
         caveats=(
-            starts.caveat,
+            starts.caveat if starts else "A session that ends is followed by another one.",
             f"Sharing is invented: {shared_fraction:.0%} of each preamble is common to all.",
         ),
     )
@@ -223,16 +285,16 @@ def draw_sessions(
 def _drawn(
     recorded: Sequence[Session],
     block_tokens: int,
-    number: int,
-    starts: PoissonStarts,
+    number: int | None,
+    starts: PoissonStarts | None,
     shared_fraction: float,
     seed: int,
 ) -> Iterator[Session]:
     choices, times = (np.random.default_rng([seed, part]) for part in range(2))
     shared_blocks = [int(shared_fraction * s.preamble_tokens) // block_tokens for s in recorded]
     next_id = max(shared_blocks)
-    starts_s = starts.starts_s(times)
-    for copy in range(number):
+    starts_s = starts.starts_s(times) if starts else repeat(0.0)
+    for copy in count() if number is None else range(number):
         which = int(choices.integers(len(recorded)))
         session = recorded[which]
         yield Session(

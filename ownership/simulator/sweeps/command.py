@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from ownership.simulator.sweeps.running import (
     simulate_point,
 )
 from ownership.simulator.traces.readers import open_trace
+from ownership.simulator.traces.session import Trace
+from ownership.simulator.workload import Workload
 
 
 def sweep(
@@ -92,9 +95,27 @@ def _check_trace(inputs: Inputs, wanted: Sequence[Point], fleet: FleetSpec) -> N
     trace = open_trace(inputs.trace, inputs.format)
     next(iter(trace), None)
     chunk_tokens_of(trace, fleet, fleet.model)
-    if any(p.rate is None and (p.sharing is not None or not trace.starts_recorded) for p in wanted):
-        problem = "no starts are recorded, or sessions are drawn: add --sweep rate=..."
-        raise SimulationError(trace.source, problem)
+    for point in wanted:
+        drawn = point.sharing is not None or not trace.starts_recorded
+        if drawn and point.rate is None and point.population is None and point.speed is None:
+            problem = "no starts are recorded, or sessions are drawn: add --sweep rate=..."
+            raise SimulationError(trace.source, problem)
+        point.workload.check(trace)
+    if len({point.seed for point in wanted}) > 1:
+        _check_seeds(trace, [point.workload for point in wanted])
+
+
+def _check_seeds(trace: Trace, workloads: Sequence[Workload]) -> None:
+    """Raise SimulationError if seeds would send the same sessions at the same times."""
+    known: dict[Workload, bool] = {}
+    for workload in workloads:
+        any_seed = replace(workload, seed=0)
+        if any_seed not in known:
+            known[any_seed] = workload.is_drawn(trace)
+    if not all(known.values()):
+        problem = "changes nothing: the same sessions start at the same times"
+        advice = "draw sessions with --sweep sessions=, sharing= or population="
+        raise SimulationError("--sweep", f"{problem}; {advice}", "seed")
 
 
 def _command(inputs: Inputs, policies: Sequence[str], sweeps: Sequence[str]) -> str:

@@ -41,12 +41,17 @@ class Point:
     begin_s: float | None = None
     """Begin of the window that figures are of; then its end."""
     end_s: float | None = None
+    speed: float | None = None
+    population: int | None = None
 
     @property
     def workload(self) -> Workload:
         """The changes to the trace."""
         window = Window(self.begin_s or 0.0, self.end_s or math.inf)
-        return Workload(self.rate, self.sharing, self.sessions, self.seed, self.half, window)
+        return Workload(
+            self.rate, self.sharing, self.sessions, self.seed, self.speed, self.population,
+            self.half, window,
+        )  # fmt: skip
 
     @property
     def key(self) -> str:
@@ -60,10 +65,10 @@ def key_of(point: Mapping[str, Any]) -> str:
     return json.dumps(given, sort_keys=True)
 
 
-_LEAST: Mapping[str, float] = {"workers": 1, "sessions": 1}
+_LEAST: Mapping[str, float] = {"workers": 1, "sessions": 1, "population": 1}
 _MOST: Mapping[str, float] = {"sharing": 1, "workers": 100_000}
-_WHOLE = {"workers", "sessions", "seed"}
-_ABOVE_0 = {"rate", "end_s"}
+_WHOLE = {"workers", "sessions", "seed", "population"}
+_ABOVE_0 = {"rate", "end_s", "speed"}
 _SWEPT = tuple(field.name for field in fields(Point) if field.name != "policy")
 
 

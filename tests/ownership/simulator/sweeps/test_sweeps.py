@@ -113,7 +113,12 @@ def test_results_of_other_inputs_are_not_mixed(
     ("more", "problem"),
     [
         (["--policies", "best"], "no scheduling policy 'best'"),
-        (["--sweep", "speed=1"], "--sweep: no 'speed'; there are workers, rate"),
+        (["--sweep", "size=1"], "--sweep: no 'size'; there are workers, rate"),
+        (["--sweep", "seed=0,1"], "--sweep: seed: changes nothing: the same sessions start"),
+        (["--sweep", "seed=0,1", "--sweep", "sessions=5,12"], "--sweep: seed: changes nothing"),
+        (["--sweep", "speed=0"], "--sweep: speed: '0' is no number"),
+        (["--sweep", "population=0"], "--sweep: population: '0' is no whole number"),
+        (["--sweep", "population=3"], "population: sessions follow each other without end"),
         (["--sweep", "rate=0"], "--sweep: rate: '0' is no number"),
         (["--sweep", "sharing=2"], "--sweep: sharing: '2' is no number"),
         (["--sweep", "seed=0.5"], "--sweep: seed: '0.5' is no whole number"),

@@ -1,0 +1,109 @@
+"""The load that a trace is sent with: sped-up arrivals, stretches, a constant population."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetero_connector.errors import SimulationError, TraceError
+from ownership.simulator.policies import parse_policy
+from ownership.simulator.simulate import simulate
+from ownership.simulator.simulation import FleetSimulation
+from ownership.simulator.state.shape import StateShape
+from ownership.simulator.traces.session import Session, Trace
+from ownership.simulator.workload import Window, Workload
+from tests.ownership.simulator.checked_runs import figures
+from tests.ownership.simulator.small_fleets import DENSE, TIGHT, agents, fleet, prompt, trace_of
+
+CHAT = trace_of(*(Session(str(i), (prompt(100 * i, 512),), start_s=2.0 * i) for i in range(10)))
+
+
+def started(trace: Trace, workload: Workload) -> list[tuple[str, float | None]]:
+    return [(session.id, session.start_s) for session in workload.trace(trace)]
+
+
+def test_recorded_starts_are_sped_up() -> None:
+    assert started(CHAT, Workload(speed=0.5)) == [(str(i), 4.0 * i) for i in range(10)]
+    sent = Workload(speed=1.25).trace(CHAT)
+    assert sent.caveats[-1] == "Sessions start 1.25 times as fast as recorded."
+
+
+def test_the_seed_draws_which_stretch_is_sent() -> None:
+    """Sessions keep their order and their starts."""
+    found = {tuple(started(CHAT, Workload(sessions=4, seed=seed))) for seed in range(40)}
+    assert len(found) == 7
+    for sessions in found:
+        first = int(sessions[0][0])
+        assert sessions == tuple((str(i), 2.0 * i) for i in range(first, first + 4))
+    assert started(CHAT, Workload(sessions=40, seed=3)) == started(CHAT, Workload())
+
+
+def test_it_is_known_whether_seeds_change_anything() -> None:
+    drawn = [
+        Workload(sessions=4),
+        Workload(rate=1.0, sharing=0.5),
+        Workload(sessions=4, half="first"),
+    ]
+    same = [Workload(), Workload(speed=2.0), Workload(rate=1.0), Workload(sessions=10),
+            Workload(sessions=5, half="first")]  # fmt: skip
+    assert [workload.is_drawn(CHAT) for workload in (*drawn, *same)] == [True] * 3 + [False] * 5
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"speed": 0.0}, "0.0 is not above 0"),
+        ({"speed": 2.0, "rate": 1.0}, "recorded starts are sped up: give no other ones"),
+        ({"population": 0}, "0 is not above 0"),
+        ({"population": 2}, "without end: give end_s"),
+        ({"population": 2, "rate": 1.0, "window": Window(0.0, 9.0)}, "give neither rate nor"),
+    ],
+)
+def test_what_contradicts_is_named(given: dict[str, float], problem: str) -> None:
+    with pytest.raises((SimulationError, TraceError), match=problem):
+        Workload(**given).trace(CHAT)  # type: ignore[arg-type]
+
+
+def live_at_answers(workload: Workload, workers: int, policy: str = "colocated") -> list[int]:
+    """Simulate, and return the number of sessions under way after each answer in the window."""
+    spec = fleet(workers)
+    trace = agents(12)
+    seen: list[int] = []
+
+    def look() -> None:
+        if workload.window.has(run.loop.now_s):
+            seen.append(len(run.sessions.live))
+
+    run = FleetSimulation(
+        spec, parse_policy(policy), StateShape.of(spec.model, 256), iter(workload.trace(trace)),
+        trace.block_tokens, 0, on_answer=look, window=workload.window,
+        population=workload.population,
+    )  # fmt: skip
+    run.run()
+    return seen
+
+
+@pytest.mark.parametrize(("population", "workers"), [(3, 1), (2, 3)])
+def test_the_population_is_constant(population: int, workers: int) -> None:
+    workload = Workload(population=population, window=Window(200.0, 1_500.0))
+    seen = live_at_answers(workload, workers)
+    assert len(seen) > 50
+    assert set(seen) == {population * workers}
+
+
+def test_a_seed_draws_other_sessions() -> None:
+    found = [
+        figures(agents(12), fleet(2), population=2, seed=seed, window=Window(50.0, 300.0))  # type: ignore[arg-type]
+        for seed in (0, 0, 1)
+    ]
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+def test_a_population_that_is_refused_comes_back_and_ends() -> None:
+    """No page for any prompt: every session is refused, and another one follows."""
+    trace = trace_of(Session("a", (prompt(0, 262_144),), 0.0))
+    found = simulate(
+        trace, fleet(1, capacity=TIGHT[DENSE]), parse_policy("colocated"),
+        Workload(population=2, window=Window(0.0, 10.0)),
+    ).figures  # fmt: skip
+    assert (found.requests, found.refused) == (0, 20)
