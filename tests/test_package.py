@@ -143,11 +143,11 @@ def test_traces_do_not_import_the_simulator() -> None:
 
 def test_scheduling_is_pure() -> None:
     """A router and a simulator run the same policies, so these import no clock and no I/O."""
-    packages = ("errors", "units", "spec", "artifacts", "planner")
+    packages = ("containers", "errors", "units", "spec", "artifacts", "planner")
     ours = [f"hetero_connector.{package}" for package in packages]
     ours += ["ownership.scheduling", "ownership.directory"]
-    plain = {"__future__", "collections", "dataclasses", "enum", "functools", "math", "typing"}
-    plain |= {"numpy", "random"}  # random: its generators are passed in
+    plain = {"__future__", "collections", "dataclasses", "enum", "functools", "math"}
+    plain |= {"itertools", "numpy", "random", "typing"}  # random: its generators are passed in
     for path in (ROOT / "ownership/scheduling").rglob("*.py"):
         for name in imports(path):
             mine = any(name == package or name.startswith(f"{package}.") for package in ours)

@@ -1,8 +1,9 @@
 """Decides where a request runs: pure policies over plain figures. No I/O, no engine, no clock.
 
 - Input: `step` (a request, its class, and how much of it each worker can resume from; `prefixes`
-  derives that from a directory's answer) and `fleet` (a table of figures per worker that a router
-  or a simulator fills).
+  derives that from a directory's answer) and `fleet` (a table of figures per worker).
+- What a router knows: `ledger` fills that table from what was sent and seen, corrected by reports;
+  `session_table` has the sessions. The simulator's routers use the same.
 - Price: `step_pricing` prices every route by the planner's own cost models (`prefill_pricing`,
   `footprint`, `weights`).
 - Output: `decision`, which `explain` prints.
@@ -10,9 +11,9 @@
   and `predicted_latency` are what others do. `admission` refuses steps, `replication` orders
   replicas of hot prefixes.
 
-May import `hetero_connector`'s planner, artifacts, spec and errors, and `ownership.directory`;
-never an engine, redis or the simulator. Add a policy to `registry.POLICIES`; add a term of the
-price to `PlacementTerms` and to the pricing.
+May import `hetero_connector`'s planner, artifacts, spec, containers and errors, and
+`ownership.directory`; never an engine, redis or the simulator. Add a policy to `registry.POLICIES`;
+add a term of the price to `PlacementTerms` and to the pricing.
 """
 
 from ownership.scheduling.decision import (
@@ -24,6 +25,7 @@ from ownership.scheduling.decision import (
 )
 from ownership.scheduling.fleet import FleetView, Link, Role, WorkerLoad, WorkerView
 from ownership.scheduling.footprint import StateFootprint
+from ownership.scheduling.ledger import Ledger, LedgerLimits, Work
 from ownership.scheduling.ownerserve import OwnerServe
 from ownership.scheduling.policy import SchedulingPolicy
 from ownership.scheduling.registry import DEFAULT_POLICY, POLICIES, scheduling_policy
@@ -36,6 +38,8 @@ __all__ = [
     "POLICIES",
     "ClassThresholds",
     "FleetView",
+    "Ledger",
+    "LedgerLimits",
     "Link",
     "OwnerServe",
     "Placement",
@@ -50,6 +54,7 @@ __all__ = [
     "StateFootprint",
     "Step",
     "StepClass",
+    "Work",
     "WorkerLoad",
     "WorkerPrefix",
     "WorkerView",

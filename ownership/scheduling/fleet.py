@@ -1,7 +1,7 @@
 """The fleet as a scheduler sees it: a table of figures, one column per worker.
 
-A router fills it from its workers' reports, a simulator from its own state. Workers are kept in
-the order of their names, so that no decision depends on the order in which they were added.
+A router fills it by its `Ledger`. Workers are kept in the order of their names, so that no decision
+depends on the order in which they were added.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class WorkerLoad(NamedTuple):
     """Bytes that peers are reading from it."""
     accepting: bool = True
     """False while it is draining. It may still be read from."""
-    sessions: int = 0
-    """Sessions that decode here, including those whose user or tool is busy."""
+    returning: float = 0.0
+    """Expected number of idle sessions that come back and decode here."""
 
 
 IDLE = WorkerLoad()
@@ -103,7 +103,7 @@ class WorkerTable(NamedTuple):
     outgoing_bytes: Floats
     accepting: Floats
     """1 or 0."""
-    sessions: Floats
+    returning: Floats
     hbm_bytes: Floats
     step_s: Floats
     token_s: Floats
@@ -178,6 +178,10 @@ class FleetView:
     def set_load(self, name: str, load: WorkerLoad) -> None:
         """Set only the load, which changes all the time. Raises KeyError for an unknown worker."""
         self._table[:_NUM_LOADS, self.index[name]] = load
+
+    def hbm_bytes(self, name: str) -> int:
+        """Return the size of a worker's KV pages. Raises KeyError for an unknown worker."""
+        return int(self._table[_NUM_LOADS, self.index[name]])
 
     def table(self) -> WorkerTable:
         """Return a copy of the present figures, so that a decision can be explained later."""

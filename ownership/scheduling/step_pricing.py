@@ -198,7 +198,7 @@ class StepPricing:
         decode_s: Floats = own_s + output * (table.decode_step_s + batch_s)
         if self._step.owner is None:
             # The session stays: idle sessions there will decode together with its later turns.
-            decode_s += own_s * np.maximum(table.sessions - table.running, 0.0)
+            decode_s += own_s * table.returning
         return decode_s, own_s * table.running
 
     @cached_property

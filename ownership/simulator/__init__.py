@@ -2,7 +2,7 @@
 
 - `simulate`: the entry point. `simulation`: a fleet that serves sessions. `clock`: virtual time.
 - `fleet_file`, `policies`, `workload`: the inputs besides a trace. `figures`: the output.
-- `sessions`: closed loops that send requests.
+- `sessions`: closed loops that send requests. `routers`: what those know that place them.
 - Folders: `state` is what a worker holds, `machine` how fast it is, `sweeps` many simulations and
   their report, `traces` where requests come from.
 

@@ -17,6 +17,7 @@ from ownership.scheduling.policy import SchedulingPolicy
 from ownership.scheduling.predicted_latency import PredictedLatency
 from ownership.scheduling.registry import POLICIES, POOLED, scheduling_policy
 from ownership.simulator.machine.worker import CachePolicy, WorkerSpec
+from ownership.simulator.routers import VIEWS, Knowledge
 from ownership.simulator.state.memory import EVICTIONS
 
 _LIMIT = 1e12
@@ -29,6 +30,8 @@ class PolicySpec:
     text: str
     scheduling: str
     cache: CachePolicy = field(default_factory=CachePolicy)
+    knowledge: Knowledge = field(default_factory=Knowledge)
+    """The knowledge of its routers."""
     tiers: str = "all"
     """`all`; `dram`: no SSD; `gpu`: only the engine's own prefix cache."""
     state: str = "typed"
@@ -111,6 +114,7 @@ def parse_policy(text: str) -> PolicySpec:
     if spec.prefillers is not None and scheduling not in POOLED:
         problem = f"{scheduling} has no pools; {', '.join(POOLED)} have"
         raise SimulationError(f"policy {text!r}", problem, "prefillers")
+    _check_knowledge(spec)
     return spec
 
 
@@ -122,7 +126,28 @@ def _with(spec: PolicySpec, name: str, value: str) -> PolicySpec:
     changed: dict[str, Any] = {field_name: read(spec.text, name, value)}
     if name in CachePolicy._fields:
         return replace(spec, cache=spec.cache._replace(**changed))
+    if name in Knowledge._fields:
+        return replace(spec, knowledge=spec.knowledge._replace(**changed))
     return replace(spec, **changed)
+
+
+def _check_knowledge(spec: PolicySpec) -> None:
+    knows = spec.knowledge
+    given = [
+        name for name, value in knows._asdict().items() if value != Knowledge()._asdict()[name]
+    ]
+    if knows.view == "exact" and len(given) > 1:
+        problem = f"an exact view has no {', '.join(x for x in given if x != 'view')}"
+        raise SimulationError(f"policy {spec.text!r}", problem, "view")
+    if knows.reports is None and (
+        knows.view == "reports" or knows.report_lag or knows.lost_reports
+    ):
+        problem = "there are no reports: add reports=SECONDS"
+        raise SimulationError(f"policy {spec.text!r}", problem, "reports")
+    if knows.deltas is not None and knows.routers == 1:
+        raise SimulationError(
+            f"policy {spec.text!r}", "one router has no other: add routers=2", "deltas"
+        )
 
 
 def _one_of(*known: str) -> Callable[[str, str, str], str]:
@@ -170,6 +195,23 @@ def _whole(text: str, name: str, value: str) -> int:
     return int(value)
 
 
+def _from_0(text: str, name: str, value: str) -> float:
+    return 0.0 if value == "0" else _above_0(text, name, value)
+
+
+def _share(text: str, name: str, value: str) -> float:
+    share = _from_0(text, name, value)
+    if share > 1.0:
+        raise SimulationError(f"policy {text!r}", f"{value} is no share of 1", name)
+    return share
+
+
+def _count(text: str, name: str, value: str) -> int:
+    if not value.isdecimal() or not 0 < int(value) <= 1_000:
+        raise SimulationError(f"policy {text!r}", f"{value!r} is no number from 1 to 1000", name)
+    return int(value)
+
+
 _OPTIONS: dict[str, Callable[[str, str, str], object]] = {
     "checkpoints": _checkpoints,
     "eviction": _one_of(*EVICTIONS),
@@ -180,6 +222,12 @@ _OPTIONS: dict[str, Callable[[str, str, str], object]] = {
     "peers": _one_of("any", "named"),
     "prefillers": _whole,
     "handoffs": _one_of("chunks", "tokens"),
+    "view": _one_of(*VIEWS),
+    "reports": _above_0,
+    "report_lag": _from_0,
+    "lost_reports": _share,
+    "routers": _count,
+    "deltas": _from_0,
     "copies": _above_0,
     "prefill_scale": _above_0,
     "affinity": _one_of("none", "session"),

@@ -130,6 +130,7 @@ class Sessions:
         self.live: dict[int, LiveSession] = {}
         self.most_live = 0
         self.first_start_s = 0.0
+        self._have_all_started = False
         self._loop, self._send, self._report_closed = loop, send, on_closed
         self._coming = enumerate(sessions)
         self._blocks_per_chunk = blocks_per_chunk
@@ -153,6 +154,12 @@ class Sessions:
                 self.first_start_s = session.start_s
             self._loop.at(session.start_s, self._open, number, session, begins=True)
             return
+        self._have_all_started = True
+
+    @property
+    def are_over(self) -> bool:
+        """True when the last session has ended."""
+        return self._have_all_started and not self.live
 
     def on_answered(self, request: LiveRequest) -> None:
         """Announce the requests that wait for this answer."""

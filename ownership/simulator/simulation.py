@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 
-from ownership.scheduling.fleet import FleetView
-from ownership.scheduling.policy import SchedulingPolicy
 from ownership.scheduling.step import Step
 from ownership.simulator.clock import EventLoop
 from ownership.simulator.figures import ChunkSet, Objectives, Tally
@@ -20,6 +17,7 @@ from ownership.simulator.machine.request import LiveRequest
 from ownership.simulator.machine.worker import Worker, WorkerTotals
 from ownership.simulator.policies import PolicySpec
 from ownership.simulator.recording import Recording
+from ownership.simulator.routers import Routers
 from ownership.simulator.sessions import LiveSession, Population, Sessions, instant_s
 from ownership.simulator.state.chunks import ShortChunk, short_chunk
 from ownership.simulator.state.owners import ChunkOwners, ChunkRanges
@@ -76,14 +74,13 @@ class FleetSimulation:
                 recording.watch(worker)
         self._times = next(iter(self.workers.values())).engine.times
         """The step times by which slowdowns are computed."""
-        self._changed: set[str] = set()
-        """Workers whose load has changed since the last decision."""
         self.ended_s = 0.0
         """Time of the last answer."""
-        views = [worker.view() for worker in self.workers.values()]
-        self._view = FleetView(shape.footprint, views, fleet.links)
         self._links = fleet.links
-        self._policy: SchedulingPolicy = policy.scheduler(random.Random(seed))
+        self.routers = Routers(
+            self.loop, self.workers, shape.footprint, fleet.links, policy.knowledge,
+            policy.scheduler, seed, lambda: self.sessions.are_over,
+        )  # fmt: skip
         self._reads_any_peer = policy.peers == "any"
         self._keeps_answers = policy.answers == "kept"
         self._hands_off_short = policy.handoffs == "tokens"
@@ -96,14 +93,13 @@ class FleetSimulation:
                 population * len(self.workers), window.begin_s / 2.0
             ),
         )  # fmt: skip
-        self._output_tokens = 256.0
-        """Moving mean of answers, the length that policies expect."""
         self._decoders: dict[LiveRequest, Worker] = {}
         """The decoders of remote prefills."""
 
     def run(self) -> None:
         """Simulate until the last answer of the window."""
         self.sessions.start()
+        self.routers.start()
         for at_s in (self.window.begin_s, self.window.end_s):
             if 0.0 < at_s < math.inf:
                 self.loop.at(self.sessions.first_start_s + at_s, self._copy_totals, at_s)
@@ -151,10 +147,10 @@ class FleetSimulation:
         """Decide where a request that has arrived runs, and bring it there."""
         tally, counts = self.tally, self._counts(request.arrived_s)
         self._num_due += counts
-        step = self._step(live, request)
-        self._report_loads()
+        router = self.routers.arrive(request)
+        step = router.step(live, request.index, self._step(live, request))
         begun = self._timer()
-        decision = self._policy.decide(step, self._view)
+        decision = router.decide(step)
         route = decision.route
         tally.decision_s.append(self._timer() - begun)
         decoder = self.workers[decision.names[route.decode]]
@@ -164,6 +160,7 @@ class FleetSimulation:
         if decision.refusal is not None or needed > room:
             tally.refused += counts
             self._num_due -= counts
+            self.routers.on_refused(request)
             self.sessions.on_refused(request)
             self._stop_if_done()
             return
@@ -171,7 +168,8 @@ class FleetSimulation:
             tally.owned_turns += 1
             tally.owner_hits += prefiller.name == live.owner
             tally.moved_sessions += decoder.name != live.owner
-        self._move_session(live, decoder.name)
+        live.owner = decoder.name
+        self.routers.on_sent(live, request, step, decision.placement)
         if prefiller is not decoder:
             if self._hands_off_short:
                 self._make_short_chunk(live, request)
@@ -189,7 +187,7 @@ class FleetSimulation:
             self._queue(request, prefiller)
 
     def _step(self, live: LiveSession, request: LiveRequest) -> Step:
-        """Return the request as a scheduling policy sees it."""
+        """Return the request as it is, without what a router has to know of its session."""
         chain = request.chain.head((request.prompt_tokens - 1) // self.shape.chunk_tokens)
         prefixes = {}
         for name, worker in self.workers.items():
@@ -205,11 +203,8 @@ class FleetSimulation:
             request.prompt_tokens,
             prefixes,
             live.session.id,
-            live.owner,
-            boundary_tokens,
-            self._output_tokens,
-            recorded.trigger is Trigger.TOOL_RESULT,
-            live.is_fork(request.index),
+            boundary_tokens=boundary_tokens,
+            from_tool=recorded.trigger is Trigger.TOOL_RESULT,
         )
 
     def _make_short_chunk(self, live: LiveSession, request: LiveRequest) -> None:
@@ -228,19 +223,10 @@ class FleetSimulation:
             known += live.begins_with(request.index, self._block_tokens)
         return [live.short_chunks[index] for index in known if index in live.short_chunks]
 
-    def _report_loads(self) -> None:
-        """Update the policy's view of the workers whose load has changed."""
-        for name in self._changed:
-            worker = self.workers[name]
-            self._view.set_load(name, worker.load())
-        # Bytes in flight shrink with time.
-        self._changed = {name for name in self._changed if self.workers[name].is_transferring()}
-
     def _owned(self, name: str, chain: BlockRuns) -> ChunkRanges:
         return self.workers[name].memory.owned(chain)
 
     def _queue(self, request: LiveRequest, worker: Worker) -> None:
-        self._changed.add(worker.name)
         worker.submit(request)
 
     def _fetch_from_any(self, request: LiveRequest, target: Worker) -> None:
@@ -270,9 +256,7 @@ class FleetSimulation:
         request.own_chunks = target.memory.dram.match(request.chain).chunks
         link = self._links.get((source.name, target.name)) if self._links else None
         on_read = partial(self._on_fetched, request, target, self.loop.now_s)
-        if target.read_from(source, chain, limit, link, on_read, short):
-            self._changed |= {source.name, target.name}
-        else:
+        if not target.read_from(source, chain, limit, link, on_read, short):
             on_read(0)
 
     def _on_fetched(
@@ -285,9 +269,9 @@ class FleetSimulation:
     def _on_prefilled(self, request: LiveRequest) -> None:
         if not request.decodes_elsewhere and request.first_token_s < 0.0:
             request.first_token_s = self.loop.now_s
+            self.routers.on_first_token(request)
 
     def _on_finished(self, worker: Worker, request: LiveRequest) -> None:
-        self._changed.add(worker.name)
         if self._recording is not None:
             self._recording.add_request(worker.name, request, self.loop.now_s)
         if request.decodes_elsewhere:
@@ -299,7 +283,7 @@ class FleetSimulation:
             self.tally.on_answered(request, self.ended_s)
             if len(self.tally.step_s) % _SAMPLE_EVERY == 0 and len(self.workers) > 1:
                 self.tally.duplicates.append(self.duplicate_factor())
-        self._output_tokens += 0.01 * (request.output_tokens - self._output_tokens)
+        self.routers.on_answered(request)
         self.sessions.on_answered(request)
         if self._report_answer is not None:
             self._report_answer()
@@ -308,6 +292,7 @@ class FleetSimulation:
     def _hand_off(self, worker: Worker, request: LiveRequest) -> None:
         """Bring a prompt that was prefilled to its decoder."""
         request.hand_off()
+        self.routers.on_handed_off(request)
         request.expected_tokens = self.shape.chunk_tokens
         decoder = self._decoders.pop(request)
         delay_s = decoder.spec.costs.handoff.delay_s(request.prompt_tokens)
@@ -316,21 +301,9 @@ class FleetSimulation:
         else:
             self._fetch(request, worker, decoder)
 
-    def _move_session(self, live: LiveSession, owner: str | None) -> None:
-        """Make a worker the session's owner; None: the session has ended."""
-        if live.owner == owner:
-            return
-        if live.owner is not None:
-            self.workers[live.owner].sessions -= 1
-            self._changed.add(live.owner)
-        if owner is not None:
-            self.workers[owner].sessions += 1
-            self._changed.add(owner)
-        live.owner = owner
-
     def _close(self, live: LiveSession) -> None:
         """Count a session whose last request was answered or refused."""
-        self._move_session(live, None)
+        self.routers.on_closed(live)
         if self._counts(live.started_s):
             task_s, requests = self.loop.now_s - live.started_s, live.session.requests
             alone_s = instant_s(requests, defaultdict(float, live.alone_s)) - live.instant_s

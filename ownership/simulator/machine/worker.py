@@ -108,8 +108,6 @@ class Worker:
         self.spec, self.name, self.shape = spec, spec.name, shape
         self.flows = Flows()
         self.ssd_reads, self.incoming, self.outgoing = Channel(), Channel(), Channel()
-        self.sessions = 0
-        """Sessions that decode here."""
         self._loop = loop
         costs = spec.costs
         self._overhead = costs.overhead
@@ -170,17 +168,11 @@ class Worker:
             peer_bytes=int(peer_s / peer_ahead) if peer_s and peer_ahead else 0,
             ssd_bytes=int(ssd_s / self._ssd_ahead) if ssd_s and self._ssd_ahead else 0,
             outgoing_bytes=int(self.outgoing.pending_s(now_s) / peer_ahead) if peer_ahead else 0,
-            sessions=self.sessions,
         )
 
     def totals(self) -> WorkerTotals:
         """Return the sums up to now; they go on to grow."""
         return WorkerTotals(self.engine.totals, self.flows)
-
-    def is_transferring(self) -> bool:
-        """Return True while bytes move to or from this worker."""
-        channels = (self.incoming, self.outgoing, self.ssd_reads)
-        return max(channel.busy_until_s for channel in channels) > self._loop.now_s
 
     def plan_with(self, peer: Worker, request: LiveRequest) -> Restore | None:
         """Plan a restore that reads from a peer; None if the planner wants nothing of it."""

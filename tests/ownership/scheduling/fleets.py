@@ -90,6 +90,7 @@ loads = st.builds(
     counts,
     counts,
     st.sampled_from([True, True, True, False]),
+    st.sampled_from([0.0, 3.5]),
 )
 worker_prefixes = st.builds(WorkerPrefix, counts, counts, counts)
 

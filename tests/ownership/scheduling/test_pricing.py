@@ -174,9 +174,9 @@ def test_a_price_of_copies_that_is_not_finite_is_refused(copy: float) -> None:
 
 
 def test_idle_sessions_count_when_a_new_session_is_placed() -> None:
-    """5 sessions, 1 of them decoding: 4 more will be. 10 tokens at 0.02 s for each of those."""
+    """4 sessions will decode again. 10 tokens at 0.02 s for each of those."""
     delays = InterferenceCoefficients(0.2, 0.02, 0.0, 0.1, 0.01, 0.0)
-    load = WorkerLoad(running_requests=1, sessions=5)
+    load = WorkerLoad(running_requests=1, returning=4.0)
     fleet = fleet_of(worker("a", load, costs_of(interference=delays)))
     new, known = (
         StepPricing(Step(10, owner=owner, output_tokens=10.0), fleet, FREE).terms(Route(0, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ownership.scheduling.ledger import Share
 from ownership.simulator.figures import Figures
 from ownership.simulator.fleet_file import FleetSpec
 from ownership.simulator.policies import parse_policy
@@ -29,6 +30,9 @@ def run_of(trace: Trace, spec: FleetSpec, policy: str = "ownerserve") -> FleetSi
         spec, parse_policy(policy), shape, iter(trace), trace.block_tokens, 0, on_answer=check
     )
     run.run()
+    for router in run.routers.routers:
+        assert (len(router.ledger), router.ledger.lost_requests) == (0, 0)
+        assert all(router.ledger.own(name) == Share() for name in run.workers)
     for worker in run.workers.values():
         for tier in (worker.memory.hbm, worker.memory.dram, worker.memory.ssd):
             tier.check_integrity()

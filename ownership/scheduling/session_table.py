@@ -1,0 +1,117 @@
+"""The sessions of a router: where each decodes, its turns in flight, and whether it will return.
+
+A router never learns that a session has ended. How many idle sessions will come back is learned
+from those that did (`ThinkTimes`). Time is a parameter everywhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from hetero_connector.containers import BoundedDict, ExpiringHeap
+from hetero_connector.planner.sessions import EARLY, LATE, ThinkTimes
+
+
+@dataclass(slots=True)
+class _Session:
+    owner: str
+    """The worker at which it decoded last."""
+    in_flight: Counter[int] = field(default_factory=Counter)
+    """Turns under way, by the boundary that they continue."""
+
+
+class _Idle(NamedTuple):
+    """A session between two turns."""
+
+    owner: str
+    probability: float
+    """The probability that it returns."""
+
+
+class SessionTable:
+    """The newest `max_sessions` sessions. Not thread-safe. O(log n) a call, amortised."""
+
+    def __init__(self, think_times: ThinkTimes, max_sessions: int = 4096) -> None:
+        """`think_times`: learns when sessions return; no one else may tell it of turns."""
+        self._think_times = think_times
+        self._sessions = BoundedDict[str, _Session](max_sessions)
+        self._idle: dict[str, _Idle] = {}
+        """A subset of `_sessions`."""
+        self._overdue = ExpiringHeap[str, _Idle](self._idle)
+        self._returning: dict[str, float] = {}
+        self._num_idle: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def owner(self, session_id: str) -> str | None:
+        """Return the worker at which a session decodes; None if it is not known."""
+        session = self._sessions.get(session_id)
+        return session.owner if session else None
+
+    def has_sibling(self, session_id: str, boundary_tokens: int) -> bool:
+        """Return True if another turn under way continues the session from the same boundary."""
+        session = self._sessions.get(session_id)
+        return bool(session and boundary_tokens and session.in_flight[boundary_tokens])
+
+    def returning(self, worker: str) -> float:
+        """Return the expected number of idle sessions that come back to a worker."""
+        return self._returning.get(worker, 0.0)
+
+    def on_turn_start(
+        self, session_id: str, owner: str, boundary_tokens: int, now_s: float
+    ) -> set[str]:
+        """A turn was sent to `owner`. Returns the workers whose `returning` has changed."""
+        self._think_times.on_turn_start(session_id, now_s)
+        changed = self._end_wait(session_id)
+        session = self._sessions.get(session_id) or _Session(owner)
+        session.owner = owner
+        session.in_flight[boundary_tokens] += 1
+        if session_id not in self._sessions and len(self._sessions) == self._sessions.capacity:
+            changed |= self._end_wait(next(iter(self._sessions)))
+        self._sessions[session_id] = session
+        return changed
+
+    def on_turn_end(self, session_id: str, boundary_tokens: int, now_s: float) -> set[str]:
+        """A turn is over. Returns the workers whose `returning` has changed."""
+        expected = self._think_times.on_turn_end(session_id, now_s)
+        session = self._sessions.get(session_id)
+        if session is None:
+            return set()
+        session.in_flight[boundary_tokens] -= 1
+        session.in_flight = +session.in_flight
+        if expected is None or session.in_flight:
+            return set()
+        changed = self._end_wait(session_id)
+        idle = _Idle(session.owner, expected.probability / (LATE - EARLY))
+        self._idle[session_id] = idle
+        self._overdue.push(expected.latest_s, session_id, idle)
+        self._returning[idle.owner] = self.returning(idle.owner) + idle.probability
+        self._num_idle[idle.owner] += 1
+        return changed | {idle.owner}
+
+    def expire(self, now_s: float) -> set[str]:
+        """Expect overdue sessions no more. Returns the workers whose `returning` has changed."""
+        changed: set[str] = set()
+        while (session_id := self._overdue.pop_due(now_s)) is not None:
+            changed |= self._end_wait(session_id)
+        return changed
+
+    def forget_worker(self, worker: str) -> None:
+        """Forget the sessions of a worker that has gone."""
+        for session_id in [x for x, session in self._sessions.items() if session.owner == worker]:
+            self._end_wait(session_id)
+            del self._sessions[session_id]
+
+    def _end_wait(self, session_id: str) -> set[str]:
+        idle = self._idle.pop(session_id, None)
+        if idle is None:
+            return set()
+        self._num_idle[idle.owner] -= 1
+        self._returning[idle.owner] -= idle.probability
+        if not self._num_idle[idle.owner]:  # nothing is left of rounding
+            del self._returning[idle.owner], self._num_idle[idle.owner]
+        self._overdue.prune()
+        return {idle.owner}

@@ -1,0 +1,95 @@
+"""Sessions as a router knows them: their ends are unknown."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from hetero_connector.planner.sessions import ThinkTimes
+from ownership.scheduling.session_table import SessionTable
+
+
+def table(max_sessions: int = 100) -> SessionTable:
+    return SessionTable(ThinkTimes(max_sessions), max_sessions)
+
+
+def turn(sessions: SessionTable, name: str, owner: str, begin_s: float, end_s: float) -> None:
+    sessions.on_turn_start(name, owner, 0, begin_s)
+    sessions.on_turn_end(name, 0, end_s)
+
+
+def test_the_owner_is_the_worker_of_the_last_turn() -> None:
+    sessions = table()
+    assert sessions.owner("s") is None
+    turn(sessions, "s", "a", 0.0, 1.0)
+    turn(sessions, "s", "b", 2.0, 3.0)
+    assert sessions.owner("s") == "b"
+    sessions.forget_worker("b")
+    assert (sessions.owner("s"), len(sessions)) == (None, 0)
+
+
+def test_a_sibling_continues_from_the_same_boundary_at_the_same_time() -> None:
+    sessions = table()
+    sessions.on_turn_start("s", "a", 500, 0.0)
+    assert sessions.has_sibling("s", 500)
+    assert not sessions.has_sibling("s", 400)
+    assert not sessions.has_sibling("t", 500)
+    sessions.on_turn_end("s", 500, 1.0)
+    assert not sessions.has_sibling("s", 500)
+    sessions.on_turn_start("s", "a", 0, 2.0)
+    assert not sessions.has_sibling("s", 0), "two requests that continue nothing are no fork"
+
+
+def test_chats_of_one_request_are_not_expected_back() -> None:
+    sessions = table()
+    for number in range(50):
+        turn(sessions, str(number), "a", number, number + 0.5)
+    assert sessions.returning("a") == 0.0
+
+
+def returning_sessions(sessions: SessionTable, turns: int, until_s: float = 0.0) -> float:
+    """Let ten sessions take turns, five seconds apart; return the time of the last one's end."""
+    rng, now_s = Random(1), until_s
+    for _ in range(turns):
+        for number in range(10):
+            turn(sessions, str(number), "ab"[number % 2], now_s, now_s + 0.1)
+            now_s += 0.5 + 0.01 * rng.random()
+    return now_s
+
+
+def test_sessions_are_expected_back_if_others_came_back() -> None:
+    sessions = table()
+    now_s = returning_sessions(sessions, 20)
+    assert sessions.returning("a") == pytest.approx(5, rel=0.1)
+    assert sessions.returning("b") == pytest.approx(5, rel=0.1)
+    assert sessions.on_turn_start("0", "b", 0, now_s) == {"a"}, "one session waits less"
+    assert sessions.returning("a") == pytest.approx(4, rel=0.1)
+
+
+def test_overdue_sessions_are_expected_no_more() -> None:
+    sessions = table()
+    now_s = returning_sessions(sessions, 20)
+    assert sessions.expire(now_s) == set()
+    assert sessions.expire(now_s + 60.0) == {"a", "b"}
+    assert (sessions.returning("a"), sessions.returning("b")) == (0.0, 0.0)
+
+
+def test_a_session_with_a_turn_under_way_is_not_idle() -> None:
+    sessions = table()
+    now_s = returning_sessions(sessions, 5)
+    before = sessions.returning("a")
+    for _ in range(2):
+        sessions.on_turn_start("0", "a", 0, now_s)
+    sessions.on_turn_end("0", 0, now_s + 1.0)
+    assert sessions.returning("a") < before
+    sessions.on_turn_end("0", 0, now_s + 1.5)
+    assert sessions.returning("a") == pytest.approx(before, rel=0.1)
+
+
+def test_the_sessions_seen_last_are_kept() -> None:
+    sessions = table(5)
+    returning_sessions(sessions, 3)
+    assert len(sessions) == 5
+    assert sessions.returning("a") + sessions.returning("b") <= 5
+    assert sessions.owner("0") is None
