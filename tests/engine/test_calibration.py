@@ -102,6 +102,7 @@ def test_an_engine_of_the_model_starts_from_it_and_its_store_is_explained_by_it(
     capsys.readouterr()  # what the engine printed
     assert cli.main([*command, "--profile", str(out)]) == 0
     explained = json.loads(capsys.readouterr().out)
+    origin = CostProfile.read(out).origin
     assert len(explained["candidates"]) > 1
     assert explained["assumed"] == {
         "planner": "cost",
@@ -110,7 +111,7 @@ def test_an_engine_of_the_model_starts_from_it_and_its_store_is_explained_by_it(
         "parking": "never",
         "load_deadline_s": 10.0,
         "settings_from": "recorded by its last engine",
-        "costs_from": str(out),
+        "costs_from": f"{origin}, from {out}",
     }
 
 
