@@ -61,9 +61,9 @@ def read(path: Path, number: int | None = None, *, arrivals: bool) -> Trace:
 
 
 @cache
-def trace_of(study_trace: str, path: Path) -> Trace:
-    """The trace of a study, read once in each process."""
-    return read(path, arrivals=study_trace == "agents")
+def trace_of(path: Path, *, arrivals: bool) -> Trace:
+    """The trace of a study, read once in each process; `arrivals`: as recorded."""
+    return read(path, arrivals=arrivals)
 
 
 def fleet_for(study: Study, workers: int) -> FleetSpec:
@@ -77,7 +77,8 @@ def fleet_for(study: Study, workers: int) -> FleetSpec:
 def simulated(paths: Mapping[str, Path], point: StudyPoint) -> dict[str, Any]:
     """One simulation of a study, or its bound."""
     study = BY_NAME[point.study]
-    return result_of(study, trace_of(study.trace, paths[study.trace]), point)
+    arrivals = study.trace == "agents" or point.speed is not None
+    return result_of(study, trace_of(paths[study.trace], arrivals=arrivals), point)
 
 
 def result_of(study: Study, trace: Trace, point: StudyPoint) -> dict[str, Any]:
@@ -198,7 +199,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     words += [f"--studies {arguments.studies}"] if arguments.studies else []
     text = report(found, " ".join(["python -m benchmarks.simulated_fleets", *words]))
     if not arguments.studies:
-        text += "\n" + "\n".join(evictions({n: trace_of(n, p) for n, p in paths.items()}, scale))
+        text += "\n" + "\n".join(
+            evictions({n: read(p, arrivals=True) for n, p in paths.items()}, scale)
+        )
     print(text)
     if not arguments.quick:
         path.with_suffix(".md").write_text(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from ownership.scheduling.registry import POOLED
 from ownership.simulator.sweeps.running import Point
@@ -17,6 +17,8 @@ SCHEDULING = (
     "dynamo+prefill_scale=16", "dynamo_kv", "predicted_latency", "conductor", "static_pd",
     "round_robin_pd", ORACLE,
 )  # fmt: skip
+LOADED = tuple(policy for policy in SCHEDULING if policy != ORACLE)
+"""Without the bound: it is for all requests, not for a window, and for starts that are known."""
 CACHES = (
     "colocated", "colocated+checkpoints=full", "colocated+checkpoints=periodic:4",
     "colocated+checkpoints=zero", "colocated+eviction=lru", "colocated+eviction=value",
@@ -37,10 +39,27 @@ class Setting:
     """One column of a sweep."""
 
     workers: int
-    rate: float
+    rate: float | None = None
     """Sessions (of Mooncake: requests) a second."""
-    sessions: int
+    sessions: int | None = None
     sharing: float | None = None
+    speed: float | None = None
+    """Recorded arrivals, so many times as fast."""
+    population: int | None = None
+    """Sessions under way for each worker."""
+    begin_s: float | None = None
+    """The window that figures are of."""
+    end_s: float | None = None
+
+    def scaled(self, scale: float) -> Setting:
+        """Return a smaller one: fewer sessions, or a shorter window."""
+        sessions, end_s = self.sessions, self.end_s
+        if sessions is not None:
+            sessions = max(4, int(scale * sessions))
+        if end_s is not None:
+            begin_s = self.begin_s or 0.0
+            end_s = begin_s + scale * (end_s - begin_s)
+        return replace(self, sessions=sessions, end_s=end_s)
 
 
 @dataclass(frozen=True)
@@ -55,20 +74,18 @@ class Study:
     policies: Sequence[str] = SCHEDULING
     dram_gib: float = 256.0
     ssd_gib: float = 2048.0
+    seeds: Sequence[int] = SEEDS
 
     def points(self, scale: float = 1.0) -> Iterator[StudyPoint]:
-        """Every simulation; `scale`: of the numbers of sessions.
+        """Every simulation; `scale`: of the numbers of sessions, or of the window.
 
         Policies that need two pools are simulated with each of `PREFILL_SHARES`.
         """
         for setting in self.settings:
-            number = max(4, int(scale * setting.sessions))
-            for seed in SEEDS:
+            given = asdict(setting.scaled(scale))
+            for seed in self.seeds:
                 for policy in placed(self.policies, setting.workers):
-                    yield StudyPoint(
-                        policy, setting.workers, setting.rate, setting.sharing, number, seed,
-                        study=self.name,
-                    )  # fmt: skip
+                    yield StudyPoint(policy, seed=seed, study=self.name, **given)
 
 
 PREFILL_SHARES = (0.25, 0.5, 0.75)
@@ -116,6 +133,23 @@ STUDIES = (
             Setting(workers, MOONCAKE_A_WORKER_S * workers, requests)
             for workers, requests in ((1, 800), (16, 2_500), (64, 3_000))
         ],
+    ),
+    Study(
+        "mooncake-hour", "mooncake", DENSE,
+        [Setting(4, sessions=12_031, speed=speed, begin_s=300.0) for speed in (0.5, 0.75, 1, 1.25)],
+        LOADED, seeds=(0,),
+    ),
+    Study(
+        "mooncake-hour-workers", "mooncake", DENSE,
+        [Setting(16, sessions=12_031, speed=4.0, begin_s=75.0)], LOADED, seeds=(0,),
+    ),
+    Study(
+        "agents-population", "agents", HYBRID,
+        [
+            Setting(4, sharing=0.5, population=sessions, begin_s=900.0, end_s=2_700.0)
+            for sessions in (25, 50, 100, 200)
+        ],
+        LOADED,
     ),
     Study("mooncake-hybrid", "mooncake", HYBRID, [Setting(4, 6.0, 2_000)]),
     Study(

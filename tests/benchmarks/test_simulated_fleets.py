@@ -50,6 +50,19 @@ def test_policies_are_compared_with_the_oracle_and_the_first(
     )
 
 
+def test_recorded_arrivals_and_a_population_are_simulated(
+    mooncake: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [Setting(2, speed=2.0, begin_s=1.0), Setting(2, population=2, end_s=20.0)]
+    study = Study("loads", "mooncake", DENSE, settings, ("dynamo", "static_pd"), seeds=(0,))
+    monkeypatch.setattr(simulated_fleets, "BY_NAME", {"loads": study})
+    main(["--mooncake", str(mooncake), "--quick"])
+    table = capsys.readouterr().out
+    assert "static_pd+prefillers=1" in table
+    assert "Sessions start 2 times as fast as recorded." in table
+    assert "A session that ends is followed by another one." in table
+
+
 def test_an_interrupted_campaign_goes_on(mooncake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     main(["--mooncake", str(mooncake)])
     (results,) = mooncake.parent.glob("simulated_fleets-*.jsonl")
@@ -85,7 +98,9 @@ def test_every_study_has_points_and_a_reference() -> None:
     for study in STUDIES:
         points = list(study.points(0.1))
         assert len({point.key for point in points}) == len(points)
-        assert {point.seed for point in points} == {0, 1, 2}
+        assert {point.seed for point in points} == set(study.seeds)
+        for point in points:
+            assert point.policy != "oracle" or (point.population, point.begin_s) == (None, None)
 
 
 def test_the_report_says_how_it_was_made() -> None:
