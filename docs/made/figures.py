@@ -182,6 +182,20 @@ FIGURES: Mapping[str, Mapping[str, Figure]] = {
         "renew_ms": Figure("Milliseconds to renew a lease, with a million artifacts owned"),
         "ping_ms": Figure("Milliseconds of a PING to the same server"),
     },
+    "router_identity": {
+        "cores_at_100_rps": Figure(
+            "Cores to identify 100 requests a second of sessions that have grown to `tokens`",
+            "<= 4",
+        ),
+        "whole_cores_at_100_rps": Figure("The same if each prompt is tokenised from its beginning"),
+        "times_cheaper": Figure("The latter over the former, for the last turn"),
+        "us_per_new_token": Figure("Microseconds per new token of a turn"),
+        "us_per_old_token": Figure("Microseconds per token of the turns before"),
+        "whole_us_per_token": Figure("Microseconds per token from the beginning"),
+        "new_tokens_of_the_last_turn": Figure("New tokens of the turn that was timed"),
+        "tokens": Figure("Tokens of a session at its end"),
+        "kib_per_session": Figure("KiB kept of a session of so many tokens"),
+    },
     "faults": {
         "rounds": Figure("Rounds with injected faults"),
         "wrong_answers": Figure("Rounds with a wrong answer", "<= 0"),
@@ -213,6 +227,7 @@ _TITLES = {
     "planner_grid": "Planned against always and never loading",
     "peer": "Reading from a peer",
     "directory": "The directory in Redis",
+    "router_identity": "Identifying a router's prompts",
     "faults": "Faults and big tiers",
     "scheduling": "Placing requests",
     "simulator": "The simulator",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shlex
@@ -9,8 +10,9 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,16 @@ import pytest
 
 from examples.checkpoints import write_checkpoint
 from examples.serving import Server, kv_transfer_config
+from hetero_connector.artifacts.record import ChunkKey
+from ownership.directory import MemoryDirectory
+from ownership.router.identity import (
+    ChainCache,
+    ChainNaming,
+    PromptChain,
+    PromptIdentity,
+    open_tokenizer,
+)
+from ownership.router.view import Checks, FleetChains, PrefixViews, Trust
 from tests.engine.harness import CHECKPOINTS, prompt_tokens, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]  # a server start
@@ -210,3 +222,67 @@ def test_the_guides_requests_are_answered(admin: Admin) -> None:
 
 
 REPORT = {"heterocache": {"report": True}}
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+LONG = "Names and figures: 12, 345, naïve 文本. " * 20
+TALK = [
+    {"role": "system", "content": "Be brief. " * 20},
+    {"role": "user", "content": [{"type": "text", "text": LONG}]},
+    {"role": "assistant", "content": "ok"},
+    {"role": "user", "content": "Go on"},
+]
+
+
+def test_a_router_names_chains_as_the_engine_does(admin: Admin) -> None:
+    """The engine's own report of each request has the key that the router has made."""
+    asyncio.run(_compare_chains(admin))
+
+
+async def _compare_chains(admin: Admin) -> None:
+    async def ask(method: str, path: str, body: Any) -> Any:
+        return admin.post(path, body)
+
+    tokenizer = open_tokenizer(str(write_checkpoint(MODEL, CHECKPOINTS)))
+    fleet, trust = FleetChains(), Trust()
+    views = PrefixViews(PromptIdentity(tokenizer, ChainCache()), fleet, trust, MemoryDirectory())
+    checks = Checks(views)
+    await checks.refresh("server", ask, 0.0)
+    assert await checks.probe("server", ask) == []
+    admin.order("clear", salt="cleared")
+    await checks.refresh("server", ask, 1.0)
+    chat, messages = "/v1/chat/completions", "/v1/messages"
+    requests: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": LONG}),
+        ("/v1/completions", {"prompt": LONG * 2, "cache_salt": "salt"}),
+        ("/v1/completions", {"prompt": LONG, "cache_salt": "cleared"}),
+        ("/v1/completions", {"prompt": prompt_tokens(LENGTH, 7)}),
+        (chat, {"messages": TALK}),
+        (chat, {"messages": TALK, "tools": [TOOL], "tool_choice": "none", "cache_salt": "salt"}),
+        (messages, {"system": LONG, "messages": TALK[3:]}),
+    ]
+    for path, request in requests:
+        body = {"model": MODEL, "max_tokens": 1, **request}
+        view = await views.find(path, body, 2.0)
+        assert view.prompt_tokens > 512
+        assert set(view.reasons) <= {"unchecked", "reset_alone"}
+        answer = await ask("POST", path, body)
+        for broken in (True, False):
+            seen = view if not broken else replace(view, chains=_changed(view.chains))
+            found = await checks.sample("server", ask, path, seen, answer["id"])
+            assert found == ("keys_differ" if broken else None), body
+        trust.forget("server")
+    for _ in range(2):  # a reset gives chains another root, which is published
+        admin.order("clear", all=True)
+        answer = await ask("POST", path, body)
+        assert await checks.sample("server", ask, path, view, answer["id"]) == "keys_differ"
+        await checks.refresh("server", ask, 3.0)
+        view = await views.find(path, body, 3.0)
+        assert "reset_alone" in view.reasons
+        assert await checks.sample("server", ask, path, view, answer["id"]) is None
+    views.close()
+
+
+def _changed(chains: Mapping[ChainNaming, PromptChain]) -> dict[ChainNaming, PromptChain]:
+    """Return the chains with other keys."""
+    return {n: replace(c, keys=[ChunkKey(k[::-1]) for k in c.keys]) for n, c in chains.items()}

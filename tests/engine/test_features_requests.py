@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,8 +15,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from hetero_connector.artifacts.record import ChunkKey
 from hetero_connector.engine.scheduler import request_identifier
+from hetero_connector.engine.scheduler.chain_answer import ChainAnswer
 from hetero_connector.engine.scheduler.request_identifier import RequestIdentity
+from ownership.router.identity import ChainCache, Prompt
+from ownership.router.view import PublishedChain
 from tests.engine.harness import (
     Completion,
     assert_no_leaks,
@@ -27,6 +31,7 @@ from tests.engine.harness import (
     generate,
     prompt_tokens,
     scheduler_side,
+    sealed,
     settle,
 )
 
@@ -119,6 +124,26 @@ def test_each_adapter_restores_only_its_own_state(adapters: Adapters) -> None:
         restored = adapters.answer(lora)
         assert restored.num_cached_tokens == BOUNDARY
         assert delta(restored, expected) <= EXACT
+
+
+def test_a_router_names_the_chains_of_adapters_as_the_engine_does(adapters: Adapters) -> None:
+    side = scheduler_side(adapters.llm)
+    about = {"model": "dense", "served_as": "dense", "tokenizer": ""}
+    tell = ChainAnswer(about, side.layout, side.root, side.commands.clearings, side.identifier)
+    prompt = Prompt(tokens=PROMPT, model="a")
+    known = set[ChunkKey]()
+    for lora in (None, adapters.a, adapters.b):
+        adapters.answer(lora)
+        settle(adapters.llm)
+        model = "dense" if lora is None else lora.lora_name
+        naming = PublishedChain.of(tell()).naming(replace(prompt, model=model))
+        assert naming is not None
+        named = set(ChainCache().of_tokens(PROMPT, naming).keys)
+        new = {x.node.chunk.key for x in sealed(adapters.llm)} - known
+        assert len(named) == len(PROMPT) // side.layout.chunk_tokens
+        assert named <= new, "the router's keys are those of what this request has stored"
+        known |= new
+    assert PublishedChain.of(tell()).naming(replace(prompt, model="never used")) is None
 
 
 def test_a_cleared_adapter_is_computed_and_the_others_are_restored(adapters: Adapters) -> None:
