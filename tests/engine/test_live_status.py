@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hetero_connector.engine import api
 from hetero_connector.engine.scheduler import status
 from hetero_connector.engine.scheduler.status_socket import ask
 from hetero_connector.engine.startup import rendezvous
@@ -49,6 +53,24 @@ def test_it_has_what_was_restored_decided_and_stored(engine: SocketEngine) -> No
         "ssd_quarantined_bytes": 0,
         "directory_joined": None,
     }
+
+
+def test_it_has_what_the_page_reads_and_no_more(engine: SocketEngine) -> None:
+    for number in range(status._LIVE_DECISIONS):
+        request = FakeRequest(f"{number:045}", tokens(200, number // 2), session_id=f"{number}")
+        engine.serve(request)
+    told = live(engine)
+    assert len(told["decisions"]) == status._LIVE_DECISIONS
+    assert len(json.dumps(told, separators=(",", ":"))) < 30_000
+    page = "".join(x.read_text() for x in (files(api) / "page").iterdir() if x.name in _SCRIPTS)
+    for part in (told["engine"], told["sessions"][0], told["decisions"][0]):
+        assert [name for name in part if not re.search(rf"\b{name}\b", page)] == []
+    whole = ask(engine.path, {"get": "status"})
+    assert "config" in whole["engine"]
+    assert len(whole["decisions"][0]) > len(told["decisions"][0])
+
+
+_SCRIPTS = ("page.js", "model.js", "charts.js")
 
 
 def test_failures_are_summed_since_the_start_however_often_metrics_are_drained(

@@ -46,7 +46,9 @@ class Feed:
             if self._event is seen or now() >= self._due_s:
                 await asyncio.sleep(self._due_s - now())
                 answers = await self._engines.ask({"get": "live"}, _ENGINE_PATIENCE_S)
-                document = json.dumps({"engines": answers, "count": self._engines.count})
+                document = json.dumps(
+                    {"engines": answers, "count": self._engines.count}, separators=(",", ":")
+                )
                 self._event = f"data: {document}\n\n".encode()
                 self._due_s = now() + self._period_s
             return self._event

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hetero_connector.engine.scheduler.predictions import RECENT, Predictions
@@ -22,6 +22,19 @@ _LIVE_SESSIONS = 32
 _LIVE_DECISIONS = 64
 _LIVE_CHUNKS = 4_096
 """`live` is asked every second: it must take a millisecond or two of the engine's time."""
+_LIVE_ENGINE = (
+    *("engine", "model", "pid", "started"),
+    *("heterocache", "vllm", "chunk_tokens", "fingerprint"),
+)
+_LIVE_SESSION = (
+    *("session", "turns", "tokens", "is_running", "idle_s", "expected_in_s"),
+    *("resumable_tokens", "chunks_by_tier"),
+)
+_LIVE_DECISION = (
+    *("request_id", "time", "choice", "reason"),
+    *("prompt_tokens", "local_tokens", "restored_tokens", "computed_tokens"),
+    *("predicted_s", "observed_s", "computing_s"),
+)
 _COUNTED = (
     "heterocache_decisions",
     "heterocache_lost_restores",
@@ -79,11 +92,13 @@ class EngineStatus:
         }
 
     def live(self) -> dict[str, Any]:
-        """Return what the live page shows."""
+        """Return what the live page and `top` show: they ask every second, so no more than that."""
+        sessions = self._describe_sessions(_LIVE_SESSIONS, _LIVE_CHUNKS)
         return {
             **self._summarise(),
-            "sessions": self._describe_sessions(_LIVE_SESSIONS, _LIVE_CHUNKS),
-            "decisions": self._recent(_LIVE_DECISIONS),
+            "engine": _only(_LIVE_ENGINE, self._about),
+            "sessions": [_only(_LIVE_SESSION, x) for x in sessions],
+            "decisions": [_only(_LIVE_DECISION, x) for x in self._recent(_LIVE_DECISIONS)],
         }
 
     def sessions(self) -> dict[str, Any]:
@@ -166,3 +181,9 @@ class EngineStatus:
 
     def _begin(self) -> dict[str, Any]:
         return {"format": STATUS_FORMAT, "now": time.time(), "engine": self._about}
+
+
+def _only(names: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of these names, to the microsecond; one that is unknown is left out."""
+    short = ((name, values[name]) for name in names if name in values)
+    return {name: round(x, 6) if isinstance(x, float) else x for name, x in short}
