@@ -272,7 +272,9 @@ def check_curl(arguments: list[str]) -> None:
     if route.startswith(PREFIX):
         assert ("POST" if has_body else "GET", route) in known
     if "--json" in arguments:
-        assert isinstance(json.loads(arguments[arguments.index("--json") + 1]), dict)
+        body = json.loads(arguments[arguments.index("--json") + 1])
+        assert isinstance(body, dict)
+        check_request(body.get("kv_transfer_params", {}))
 
 
 CHECKS = {

@@ -21,6 +21,7 @@ import pytest
 from examples.checkpoints import write_checkpoint
 from examples.serving import Server, kv_transfer_config
 from hetero_connector.artifacts.record import ChunkKey
+from hetero_connector.engine.scheduler.session_book import session_key, session_name
 from ownership.directory import MemoryDirectory
 from ownership.router.identity import (
     ChainCache,
@@ -34,7 +35,8 @@ from tests.engine.harness import CHECKPOINTS, prompt_tokens, until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]  # a server start
 
-GUIDE = Path(__file__).parents[2] / "docs/guides/admin.md"
+GUIDES = Path(__file__).parents[2] / "docs/guides"
+GUIDE = GUIDES / "admin.md"
 MODEL, KEY = "dense", "secret"
 LENGTH = 1100
 STORED = 1088
@@ -74,6 +76,13 @@ class Admin(NamedTuple):
         answer = self.post("/v1/completions", body)
         report = answer["kv_transfer_params"]["heterocache"]["report"]
         return dict(report["restored_tokens"])
+
+    def sessions(self) -> dict[str, Any]:
+        """Return what the engine knows of the sessions that these tests name."""
+        (answer,) = self.post("/v1/heterocache/sessions")["engines"]
+        by_digest = {x["session"]: x for x in answer["sessions"]}
+        names = ("system", "agent-7", "agent-7/search", "short", "low", "normal", "high")
+        return {x: by_digest[digest(x)] for x in names if digest(x) in by_digest}
 
     def run(self, *words: str) -> str:
         """Run `heterocache` for this engine; return what it prints."""
@@ -219,6 +228,71 @@ def test_the_guides_requests_are_answered(admin: Admin) -> None:
         answer = json.loads(done.stdout)
         assert "error" not in answer, f"{line}: {done.stdout}"
         assert len(answer["engines"]) == 1
+
+
+def test_the_requests_of_the_guide_do_what_it_says(admin: Admin) -> None:
+    guide = (GUIDES / "requests.md").read_text()
+    lines = re.findall(r"^curl .*", guide, re.MULTILINE)
+    assert len(lines) == 4
+    prompt = "You are a helpful agent. "
+    answers = []
+    for line in lines:
+        long = line.replace(prompt, prompt * 40).replace('"MODEL"', f'"{MODEL}"')
+        words = [x.replace("localhost:8000", admin.server.url) for x in shlex.split(long)]
+        done = subprocess.run(
+            [*words, "-H", f"Authorization: Bearer {KEY}"],
+            stdout=subprocess.PIPE, text=True, check=True,
+        )  # fmt: skip
+        answers.append(json.loads(done.stdout))
+        assert answers[-1]["choices"], done.stdout
+        admin.server.reset_prefix_cache()
+    report = answers[2]["kv_transfer_params"]["heterocache"]["report"]
+    assert report["restored_tokens"] == {"dram": 992}, "1000 characters, a token each"
+    assert admin.sessions().keys() == {"system", "agent-7/search"}, "the other one has ended"
+    assert admin.sessions()["agent-7/search"]["parent"] == digest("agent-7")
+    push_out(admin)
+    text = prompt * 40 + "and more"
+    assert admin.sources(0, prompt=text) == {"dram": 992}, "the system prompt is pinned"
+
+
+def test_what_lives_for_a_second_is_forgotten_in_every_tier(admin: Admin) -> None:
+    admin.sources(1)
+    admin.sources(2, session_id="short", **params(ttl_s=1))
+
+    def is_gone() -> bool:
+        session = admin.sessions()["short"]
+        return not sum(session["chunks_by_tier"].values())
+
+    until(is_gone, deadline_s=60)
+    assert admin.sources(2) == {}
+    assert admin.sources(1) == {"dram": STORED}
+
+
+def test_what_has_low_priority_leaves_first(admin: Admin) -> None:
+    for number, priority in enumerate(("high", "normal", "low")):
+        admin.sources(number, session_id=priority, **params(priority=priority))
+    assert admin.order("drain", wait_s=30)["written"]
+    admin.order("resume")
+
+    def chunks_in_dram(session: str) -> int:
+        return int(admin.sessions()[session]["chunks_by_tier"]["dram"])
+
+    assert chunks_in_dram("high") == chunks_in_dram("normal") == chunks_in_dram("low") > 0
+    seed = 50
+    while chunks_in_dram("low"):
+        admin.sources(seed)
+        seed += 1
+        assert seed < 100
+    assert chunks_in_dram("high") == chunks_in_dram("normal") > 0
+
+
+def params(**ours: Any) -> dict[str, Any]:
+    """Return the fields of a request with these parameters, and with a report."""
+    return {"kv_transfer_params": {"heterocache": {"report": True, **ours}}}
+
+
+def digest(session: str) -> str:
+    return session_name(session_key(None, session))
 
 
 REPORT = {"heterocache": {"report": True}}
