@@ -123,6 +123,7 @@ bench: venv  ## Figures and plots
 	$(RUN) -m benchmarks.peer --json
 	$(RUN) -m benchmarks.directory --json
 	$(RUN) -m benchmarks.router_identity --json
+	$(RUN) -m benchmarks.router --json
 	$(RUN) -m benchmarks.scheduling --json
 	$(RUN) -m benchmarks.simulator --json
 	$(RUN) -m benchmarks.xpyd --json

@@ -196,6 +196,19 @@ FIGURES: Mapping[str, Mapping[str, Figure]] = {
         "tokens": Figure("Tokens of a session at its end"),
         "kib_per_session": Figure("KiB kept of a session of so many tokens"),
     },
+    "router": {
+        "added_ms_p50": Figure(
+            "Milliseconds that it adds to a request, median; stub workers, one process", "<= 1"
+        ),
+        "added_ms_p99": Figure("The same, 99th percentile", "<= 5"),
+        "streams_per_s_core": Figure(
+            "Streams of 16 events for each second of the router's CPU", ">= 500"
+        ),
+        "memory_growth": Figure(
+            "Resident memory after 100,000 requests over that after 10,000", "<= 1.05"
+        ),
+        "memory_mib": Figure("MiB of resident memory then"),
+    },
     "faults": {
         "rounds": Figure("Rounds with injected faults"),
         "wrong_answers": Figure("Rounds with a wrong answer", "<= 0"),
@@ -228,6 +241,7 @@ _TITLES = {
     "peer": "Reading from a peer",
     "directory": "The directory in Redis",
     "router_identity": "Identifying a router's prompts",
+    "router": "The router",
     "faults": "Faults and big tiers",
     "scheduling": "Placing requests",
     "simulator": "The simulator",

@@ -1,0 +1,186 @@
+"""`python -m benchmarks.router [--json]`: the cost of the router, in front of stub workers.
+
+`added_ms_p50`, `added_ms_p99`: milliseconds that the router adds to a request of 2 KB and its
+answer: the percentile through the router minus that of direct requests, by turns, one at a time.
+Goals <= 1 and <= 5.
+`streams_per_s_core`: streams of 16 events, 20 ms apart, 64 at a time, for each second of CPU that
+the router uses. Goal >= 500.
+`memory_growth`: resident memory after `--requests` requests over that after a tenth of them. A
+quarter of them are streams, and some clients leave. Goal <= 1.05.
+Workers, router and clients are processes of their own; the figures are medians of the turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+import psutil
+import uvloop
+
+from benchmarks.measure import machine_line, publish, rounded, table
+from benchmarks.stub_fleet import StubFleet
+
+GOALS = {
+    "added_ms_p50": "<= 1",
+    "added_ms_p99": "<= 5",
+    "streams_per_s_core": ">= 500",
+    "memory_growth": "<= 1.05",
+}
+_PATH = "/v1/completions"
+_PROMPT = "x" * 2_000
+_AT_ONCE = 64
+_START_S = 60.0
+
+
+@contextmanager
+def running_router(workers: Sequence[str]) -> Iterator[tuple[str, psutil.Process]]:
+    """Start a router of one process; yield its URL and its process."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "fleet.yaml"
+        config.write_text(json.dumps({"workers": list(workers), "host": "127.0.0.1", "port": 0}))
+        command = [sys.executable, "-m", "hetero_connector.tools.cli", "router"]
+        process = subprocess.Popen(
+            [*command, "--config", str(config)], stderr=subprocess.PIPE, text=True
+        )
+        try:
+            assert process.stderr is not None
+            urls = (line.split()[5] for line in process.stderr if "listening at" in line)
+            yield next(urls), psutil.Process(process.pid)
+        finally:
+            process.terminate()
+            process.wait()
+
+
+async def wait_until_ready(session: aiohttp.ClientSession, url: str, workers: int) -> None:
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        try:
+            async with session.get(f"{url}/ready") as answer:
+                states = (await answer.json())["workers"]
+                if list(states.values()).count("up") == workers:
+                    return
+        except aiohttp.ClientError:
+            pass
+        await asyncio.sleep(0.1)
+    raise RuntimeError("the router is not ready")
+
+
+def percentile(samples: Sequence[float], share: float) -> float:
+    return sorted(samples)[int(share * (len(samples) - 1))]
+
+
+async def added_ms(
+    session: aiohttp.ClientSession, direct: str, router: str, requests: int
+) -> tuple[float, float]:
+    """Return the milliseconds added at the median and at the 99th percentile."""
+    body = json.dumps({"prompt": _PROMPT}).encode()
+    samples: dict[str, list[float]] = {direct: [], router: []}
+    for turn in range(requests):
+        for url in (direct, router) if turn % 2 else (router, direct):
+            started = time.perf_counter()
+            async with session.post(url + _PATH, data=body) as answer:
+                await answer.read()
+            samples[url].append(1e3 * (time.perf_counter() - started))
+    added = (percentile(samples[router], x) - percentile(samples[direct], x) for x in (0.5, 0.99))
+    median, p99 = added
+    return median, p99
+
+
+async def stream(session: aiohttp.ClientSession, url: str, gap_s: float) -> None:
+    body = json.dumps({"stream": True, "prompt": _PROMPT, "stub": {"gap_s": gap_s}}).encode()
+    async with session.post(url + _PATH, data=body) as answer:
+        content = await answer.read()
+    assert content.endswith(b"data: [DONE]\n\n"), content[-200:]
+
+
+async def streams_per_core(
+    session: aiohttp.ClientSession, url: str, process: psutil.Process, streams: int
+) -> float:
+    left = iter(range(streams))
+
+    async def work() -> None:
+        for _ in left:
+            await stream(session, url, gap_s=0.02)
+
+    before = process.cpu_times()
+    await asyncio.gather(*(work() for _ in range(_AT_ONCE)))
+    after = process.cpu_times()
+    return streams / (after.user + after.system - before.user - before.system)
+
+
+async def growth(
+    session: aiohttp.ClientSession, url: str, process: psutil.Process, requests: int
+) -> tuple[float, float]:
+    """Return the ratio of resident memory, and its bytes at the end."""
+    left = iter(range(requests))
+    early = 0
+
+    async def work() -> None:
+        nonlocal early
+        for number in left:
+            if number == requests // 10:
+                early = process.memory_info().rss
+            if number % 4 == 0:
+                await stream(session, url, gap_s=0.0)
+            elif number % 100 == 1:
+                async with session.post(
+                    url + _PATH, json={"stream": True, "stub": {"gap_s": 1.0}}
+                ) as answer:
+                    await answer.content.readany()
+            else:
+                async with session.post(url + _PATH, json={"prompt": _PROMPT}) as answer:
+                    await answer.read()
+
+    await asyncio.gather(*(work() for _ in range(16)))
+    late = process.memory_info().rss
+    return late / early, late
+
+
+async def measure(urls: Sequence[str], requests: int, turns: int) -> dict[str, float]:
+    with running_router(urls) as (url, process):
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            await wait_until_ready(session, url, len(urls))
+            await streams_per_core(session, url, process, 100)  # connections
+            added, rates = [], []
+            for _ in range(turns):
+                added.append(await added_ms(session, urls[0], url, 500))
+                rates.append(await streams_per_core(session, url, process, 600))
+            ratio, rss = await growth(session, url, process, requests)
+    return {
+        "added_ms_p50": statistics.median(x for x, _ in added),
+        "added_ms_p99": statistics.median(x for _, x in added),
+        "streams_per_s_core": statistics.median(rates),
+        "memory_growth": ratio,
+        "memory_mib": rss / 2**20,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.router")
+    parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
+    parser.add_argument(
+        "--requests", type=int, default=10_000, help="for memory (default 10,000; 100,000 for all)"
+    )
+    parser.add_argument("--turns", type=int, default=5)
+    given = parser.parse_args()
+    with StubFleet(2) as fleet:
+        figures = uvloop.run(measure(fleet.urls, given.requests, given.turns))
+    rows = [[name, f"{value:,.4g}", GOALS.get(name, "")] for name, value in figures.items()]
+    text = f"{machine_line()}\n\n{table(['figure', 'value', 'goal'], rows)}"
+    details = {"requests": given.requests, "turns": given.turns}
+    publish("router", text, rounded(figures), details, as_json=given.json)
+
+
+if __name__ == "__main__":
+    main()

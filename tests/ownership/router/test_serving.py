@@ -1,0 +1,102 @@
+"""Several processes on one port: all serve, one that ends is started again, all end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from benchmarks.stub_fleet import StubFleet
+from tests.ownership.router.bench import PATIENCE_S, wait_until
+from tests.ownership.router.test_guide import CLI, free_ports
+
+pytestmark = pytest.mark.long
+
+
+class Processes:
+    """`heterocache router --processes 2`."""
+
+    def __init__(self, folder: Path, workers: list[str]) -> None:
+        (port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{port}"
+        config = folder / "fleet.yaml"
+        keys = {"workers": workers, "host": "127.0.0.1", "port": int(port), "probe_s": 0.1}
+        config.write_text(json.dumps(keys))
+        command = [sys.executable, "-m", CLI, "router", "--config", str(config)]
+        self.parent = subprocess.Popen([*command, "--processes", "2"])
+
+    def serving(self) -> list[psutil.Process]:
+        """Return the processes that have the port open."""
+        children = psutil.Process(self.parent.pid).children()
+        return [x for x in children if any(c.status == "LISTEN" for c in x.net_connections())]
+
+    def complete(self) -> int:
+        """Send a request over a connection of its own."""
+        return httpx.post(f"{self.url}/v1/completions", json={}, timeout=PATIENCE_S).status_code
+
+    def counted(self) -> float:
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        name = 'heterocache_router_requests_total{path="completions",status="200"} '
+        return sum(float(x.removeprefix(name)) for x in lines if x.startswith(name))
+
+
+@contextmanager
+def running(folder: Path, workers: list[str]) -> Iterator[Processes]:
+    router = Processes(folder, workers)
+    try:
+        wait_until(lambda: len(router.serving()) == 2)
+        wait_until(lambda: Counter(router.complete() for _ in range(8))[200] == 8)
+        yield router
+    finally:
+        router.parent.kill()
+        router.parent.wait()
+
+
+@pytest.fixture(scope="module")
+def router(fleet: StubFleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    with running(tmp_path_factory.mktemp("router"), fleet.urls) as processes:
+        yield processes
+
+
+def test_all_processes_serve_and_are_counted_together(router: Processes) -> None:
+    before = router.counted()
+    used = {x.pid: x.num_ctx_switches().voluntary for x in router.serving()}
+    for _ in range(40):
+        assert router.complete() == 200
+    assert router.counted() == before + 40
+    assert all(x.num_ctx_switches().voluntary > used[x.pid] for x in router.serving())
+
+
+def test_a_process_that_ends_is_started_again(router: Processes) -> None:
+    one, other = (x.pid for x in router.serving())
+    os.kill(one, signal.SIGKILL)
+    wait_until(lambda: {x.pid for x in router.serving()} - {one, other})
+    wait_until(lambda: Counter(router.complete() for _ in range(8))[200] == 8)
+
+
+def assert_none_is_left(router: Processes, number: signal.Signals) -> None:
+    children = router.serving()
+    router.parent.send_signal(number)
+    router.parent.wait(PATIENCE_S)
+    _, left = psutil.wait_procs(children, PATIENCE_S)
+    assert not left
+
+
+def test_no_process_is_left_after_sigterm(router: Processes) -> None:
+    """The last test of this router."""
+    assert_none_is_left(router, signal.SIGTERM)
+
+
+def test_no_process_is_left_when_the_parent_is_killed(fleet: StubFleet, tmp_path: Path) -> None:
+    with running(tmp_path, fleet.urls) as router:
+        assert_none_is_left(router, signal.SIGKILL)
