@@ -21,6 +21,7 @@ from vllm.renderers.chat_utils import parse_chat_messages
 from vllm.renderers.hf import _detect_content_format, safe_apply_chat_template
 
 from examples.checkpoints.tokenizer import write_tokenizer
+from hetero_connector.errors import IdentityError
 from ownership.router.identity import ChainCache, Doubt, PromptIdentity, open_tokenizer
 from ownership.router.identity.chat import iterates_over_content
 
@@ -253,3 +254,20 @@ def test_what_is_not_read_as_vllm_does_is_doubted(
     identity = PromptIdentity(open_tokenizer(str(folder)), ChainCache(), chat_template=PLAIN)
     [prompt] = identity.read(path, body)
     assert prompt.doubts == (doubt,)
+
+
+def test_conversations_that_vllm_renders_in_code_are_doubted(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
+    identity = PromptIdentity(open_tokenizer(str(tmp_path)), ChainCache())
+    [prompt] = identity.read("/v1/chat/completions", {"messages": TALK})
+    assert (prompt.text, prompt.doubts) == (None, (Doubt.TEMPLATE,))
+    [prompt] = identity.read("/v1/completions", {"prompt": "text"})
+    assert (prompt.text, prompt.doubts) == ("text", ())
+
+
+def test_a_tokenizer_that_cannot_be_used_says_why(tmp_path: Path) -> None:
+    with pytest.raises(IdentityError, match="cannot find the files"):
+        open_tokenizer(str(tmp_path / "nowhere"))
+    with pytest.raises(IdentityError, match="cannot be opened"):
+        open_tokenizer(str(tmp_path))

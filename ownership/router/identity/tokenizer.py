@@ -12,6 +12,8 @@ from hetero_connector.artifacts.model_files import locate_model, tokenizer_diges
 from hetero_connector.errors import IdentityError
 from ownership.router.identity.cuts import Cuts
 
+_OWN_FORMATS = ("gpt_oss",)
+"""Types of models whose conversations vLLM renders in code (harmony)."""
 _PROBE = "Cut the text, then 12 tokens\n\nmerge: naïve 文本 <x>"
 
 
@@ -97,7 +99,7 @@ def _open(model: str, revision: str | None) -> ModelTokenizer:
     encoder = tokenizer.backend_tokenizer
     encoder.no_truncation()
     encoder.no_padding()
-    templates = _templates(tokenizer.chat_template)
+    templates = {} if _has_own_format(folder) else _templates(tokenizer.chat_template)
     likely = _special_in(templates.values(), tokenizer.all_special_tokens, encoder)
     opened = ModelTokenizer(
         encoder,
@@ -112,6 +114,18 @@ def _open(model: str, revision: str | None) -> ModelTokenizer:
             "tokens would differ"
         )
     return opened
+
+
+def _has_own_format(folder: Path) -> bool:
+    """Return whether vLLM renders conversations of this model without its chat template.
+
+    A comparison with `/tokenize` would not show it: that uses the template.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("model_type") in _OWN_FORMATS
 
 
 def _templates(given: object) -> dict[str, str]:
