@@ -134,8 +134,14 @@ class _Worker:
 
     def change(self, change: Share, now_s: float) -> None:
         """Add a difference to this router's share."""
-        own = self.own
-        self.own = Share(*(x + y for x, y in zip(own, change, strict=True)))
+        tokens, prefilling, decoding, prompts = self.own
+        more_tokens, more_prefilling, more_decoding, more_prompts = change
+        self.own = Share(
+            tokens + more_tokens,
+            prefilling + more_prefilling,
+            decoding + more_decoding,
+            prompts + more_prompts,
+        )
         self.history.append((now_s, self.own))
 
     def own_at(self, time_s: float) -> Share | None:

@@ -18,7 +18,7 @@ from hetero_connector.planner.sessions import EARLY, LATE, ThinkTimes
 class _Session:
     owner: str
     """The worker at which it decoded last."""
-    in_flight: Counter[int] = field(default_factory=Counter)
+    in_flight: dict[int, int] = field(default_factory=dict)
     """Turns under way, by the boundary that they continue."""
 
 
@@ -54,7 +54,7 @@ class SessionTable:
     def has_sibling(self, session_id: str, boundary_tokens: int) -> bool:
         """Return True if another turn under way continues the session from the same boundary."""
         session = self._sessions.get(session_id)
-        return bool(session and boundary_tokens and session.in_flight[boundary_tokens])
+        return bool(session and boundary_tokens and boundary_tokens in session.in_flight)
 
     def returning(self, worker: str) -> float:
         """Return the expected number of idle sessions that come back to a worker."""
@@ -68,7 +68,7 @@ class SessionTable:
         changed = self._end_wait(session_id)
         session = self._sessions.get(session_id) or _Session(owner)
         session.owner = owner
-        session.in_flight[boundary_tokens] += 1
+        session.in_flight[boundary_tokens] = session.in_flight.get(boundary_tokens, 0) + 1
         if session_id not in self._sessions and len(self._sessions) == self._sessions.capacity:
             changed |= self._end_wait(next(iter(self._sessions)))
         self._sessions[session_id] = session
@@ -80,9 +80,10 @@ class SessionTable:
         session = self._sessions.get(session_id)
         if session is None:
             return set()
-        session.in_flight[boundary_tokens] -= 1
-        session.in_flight = +session.in_flight
-        if expected is None or session.in_flight:
+        others = session.in_flight.pop(boundary_tokens, 1) - 1
+        if others:
+            session.in_flight[boundary_tokens] = others
+        if expected is None:  # or another turn is under way
             return set()
         changed = self._end_wait(session_id)
         idle = _Idle(session.owner, expected.probability / (LATE - EARLY))

@@ -88,8 +88,10 @@ def test_a_session_with_a_turn_under_way_is_not_idle() -> None:
 
 
 def test_the_sessions_seen_last_are_kept() -> None:
-    sessions = table(5)
-    returning_sessions(sessions, 3)
+    sessions = SessionTable(ThinkTimes(100), 5)
+    now_s = returning_sessions(sessions, 3)
     assert len(sessions) == 5
-    assert sessions.returning("a") + sessions.returning("b") <= 5
+    assert 1.0 < sessions.returning("a") + sessions.returning("b") <= 5
     assert sessions.owner("0") is None
+    sessions.expire(now_s + 1_000.0)
+    assert sessions.returning("a") + sessions.returning("b") == 0.0

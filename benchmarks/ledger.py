@@ -1,0 +1,211 @@
+"""`python -m benchmarks.ledger --mooncake FILE --sessions FILE [--json]`: what a router must know.
+
+The default policy on recorded traces by what its routers know: the ledger of what they sent and
+saw, loads as last reported, several routers, ends of sessions guessed by a fixed time. Each figure
+is the waiting of a task over that of an exact view with the same seed, the median over the seeds.
+
+`ledger_us_64`: microseconds of a decision that the ledger takes, in a fleet of 64 workers with 16
+requests each: its view, what it knows of the session, and the request that is sent. Goal <= 20.
+`ledger_request_us_64`: the same with the request's first token and its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks.measure import machine_line, publish, rounded, table, timed
+from benchmarks.scheduling import fleet_of
+from benchmarks.simulated_fleets import BY_NAME, fleet_for, read
+from hetero_connector.planner.sessions import EARLY, LATE, ReturnWindow, ThinkTimes
+from ownership.scheduling import Ledger, Placement, Step, WorkerPrefix
+from ownership.scheduling.decision import PlacementAction
+from ownership.scheduling.ledger import Work
+from ownership.simulator.policies import parse_policy
+from ownership.simulator.simulate import simulate
+from ownership.simulator.traces.session import Trace
+from ownership.simulator.workload import Workload
+
+SEEDS = (0, 1, 2)
+GOAL_US = 20.0
+POLICY = "ownerserve"
+EXACT = "+view=exact"
+ONE_ROUTER = {
+    "ledger": "",
+    "ledger, reports each second": "+reports=1",
+    "reports each 0.1 s": "+view=reports+reports=0.1",
+    "reports each 0.3 s": "+view=reports+reports=0.3",
+    "reports each second": "+view=reports+reports=1",
+    "reports each second, 1 s late": "+view=reports+reports=1+report_lag=1",
+}
+MORE_ROUTERS = {
+    "2 routers": "+routers=2",
+    "2 routers, reports each second": "+routers=2+reports=1",
+    "2 routers, reports each second, half lost": "+routers=2+reports=1+lost_reports=0.5",
+    "2 routers, deltas after 50 ms": "+routers=2+deltas=0.05",
+    "4 routers, deltas after 50 ms": "+routers=4+deltas=0.05",
+}
+GUESSES_S = (30.0, 300.0)
+"""Seconds for which a session is expected back if its end is guessed."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trace on a fleet."""
+
+    name: str
+    study: str
+    workers: int
+    rate: float
+    sessions: int
+    sharing: float | None = None
+
+
+CASES = (
+    Case("chat, 4 workers", "mooncake-rate", 4, 3.3, 2_000),
+    Case("chat, 16 workers", "mooncake-rate", 16, 13.28, 2_000),
+    Case("agents, 2 workers", "agents-rate", 2, 0.8, 120, 0.5),
+)
+
+
+class FixedReturn(ThinkTimes):
+    """Expects every session back for a fixed time, as if its end could not be learned."""
+
+    seconds = 0.0
+    """The time; each guess is a class of its own."""
+
+    def on_turn_end(
+        self, key: Hashable, now_s: float, hint_s: float | None = None
+    ) -> ReturnWindow | None:
+        super().on_turn_end(key, now_s, hint_s)
+        return ReturnWindow(now_s, now_s + self.seconds, LATE - EARLY)
+
+
+def simulated(case: Case, trace: Trace, seed: int, scale: float) -> Iterator[tuple[str, float]]:
+    """Yield the waiting of a task by what routers know, over that of the exact view."""
+    fleet = fleet_for(BY_NAME[case.study], case.workers)
+    number = max(4, int(scale * case.sessions))
+    workload = Workload(case.rate, case.sharing, number, seed)
+
+    def wait_s(options: str) -> float:
+        result = simulate(trace, fleet, parse_policy(POLICY + options), workload)
+        return result.figures.task_wait_mean_s
+
+    exact_s = wait_s(EXACT)
+    for name, options in {**ONE_ROUTER, **MORE_ROUTERS}.items():
+        yield name, wait_s(options) / exact_s
+    for seconds in GUESSES_S:
+        guess = type("Guess", (FixedReturn,), {"seconds": seconds})
+        with patch("ownership.scheduling.ledger.ThinkTimes", guess):
+            yield f"ledger, sessions expected for {seconds:g} s", wait_s("") / exact_s
+
+
+def ledger_us(workers: int, repeats: int) -> tuple[float, float]:
+    """Return the median microseconds of a decision, and of a request from there to its end."""
+    rng = Random(1)
+    fleet = fleet_of(workers, False, rng)
+    ledger, in_flight = Ledger(fleet), list[int]()
+    decisions_s, requests_s = [], []
+    held = {x: WorkerPrefix(0, 9_000) for x in fleet.names[:8]}
+    for number in range(16 * workers + repeats):
+        session, name = str(rng.randrange(32 * workers)), rng.choice(fleet.names)
+        step = Step(10_000, held, session, boundary_tokens=9_000)
+        placement = Placement(PlacementAction.COLOCATED_PREFILL, name, name)
+        decided_s = timed(partial(_decide, ledger, number, step, placement))
+        in_flight.append(number)
+        if number >= 16 * workers:
+            ended = in_flight.pop(rng.randrange(len(in_flight)))
+            decisions_s.append(decided_s)
+            requests_s.append(decided_s + timed(partial(_serve, ledger, number, ended)))
+    return 1e6 * statistics.median(decisions_s), 1e6 * statistics.median(requests_s)
+
+
+def _decide(ledger: Ledger, number: int, step: Step, placement: Placement) -> None:
+    """Do what a decision needs of the ledger."""
+    now_s = 0.01 * number
+    ledger.sessions.owner(step.session_id)
+    ledger.sessions.has_sibling(step.session_id, step.boundary_tokens)
+    ledger.view(now_s)
+    ledger.sent(number, Work.of(step, placement), now_s)
+
+
+def _serve(ledger: Ledger, number: int, ended: int) -> None:
+    """Let the first token of a request come, and the end of another one."""
+    ledger.first_token(number, 0.01 * number)
+    ledger.ended(ended, 200, 0.01 * number)
+
+
+def measure(
+    traces: Mapping[str, Trace], seeds: Sequence[int], scale: float
+) -> Mapping[tuple[str, str], list[float]]:
+    """Return the ratios of all seeds by case and by what routers know."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for case in CASES:
+        trace = traces.get(BY_NAME[case.study].trace)
+        if trace is None:
+            continue
+        for seed in seeds:
+            for name, ratio in simulated(case, trace, seed, scale):
+                found.setdefault((case.name, name), []).append(ratio)
+    return found
+
+
+def figures_of(ratios: Mapping[tuple[str, str], Sequence[float]]) -> dict[str, float]:
+    """Return the medians by names that are keys of JSON."""
+    return {f"{case}: {name}": statistics.median(values) for (case, name), values in ratios.items()}
+
+
+def report(ratios: Mapping[tuple[str, str], Sequence[float]], us: float, seeds: int) -> str:
+    """Return the tables as text."""
+    lines = [machine_line(), "", f"Waiting of a task over an exact view: median of {seeds} seeds"]
+    lines += ["(least to most)", ""]
+    cases = list(dict.fromkeys(case for case, _ in ratios))
+    names = list(dict.fromkeys(name for _, name in ratios))
+    rows: list[list[Any]] = [
+        [
+            name,
+            *(
+                f"{statistics.median(x):.3f} ({min(x):.3f} to {max(x):.3f})"
+                for x in (ratios[case, name] for case in cases)
+            ),
+        ]
+        for name in names
+    ]
+    lines.append(table(["what routers know", *cases], rows))
+    goal = "met" if us <= GOAL_US else "missed"
+    lines += ["", f"ledger_us_64: {us:.1f}, goal <= {GOAL_US:g}: {goal}"]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ledger")
+    parser.add_argument("--mooncake", type=Path, help="Mooncake's conversation trace")
+    parser.add_argument("--sessions", type=Path, help="the coding-agent sessions")
+    parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
+    parser.add_argument("--quick", action="store_true", help="a tenth of it; writes no results")
+    arguments = parser.parse_args(argv)
+    traces = {}
+    if arguments.mooncake:
+        traces["mooncake"] = read(arguments.mooncake, arrivals=False)
+    if arguments.sessions:
+        traces["agents"] = read(arguments.sessions, arrivals=True)
+    seeds = SEEDS[:1] if arguments.quick else SEEDS
+    us, request_us = ledger_us(64, 200 if arguments.quick else 5_000)
+    ratios = measure(traces, seeds, 0.1 if arguments.quick else 1.0)
+    figures = rounded(
+        {"ledger_us_64": us, "ledger_request_us_64": request_us, **figures_of(ratios)}
+    )
+    details = {f"{case}: {name}": values for (case, name), values in ratios.items()}
+    text = report(ratios, us, len(seeds))
+    publish("ledger", text, figures, details, as_json=arguments.json, write=not arguments.quick)
+
+
+if __name__ == "__main__":
+    main()
