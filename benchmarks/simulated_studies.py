@@ -146,7 +146,7 @@ STUDIES = (
     Study(
         "agents-population", "agents", HYBRID,
         [
-            Setting(4, sharing=0.5, population=sessions, begin_s=900.0, end_s=2_700.0)
+            Setting(4, sharing=0.5, population=sessions, begin_s=1_800.0, end_s=5_400.0)
             for sessions in (25, 50, 100, 200)
         ],
         LOADED,

@@ -86,6 +86,7 @@ class FleetSimulation:
         self._hands_off_short = policy.handoffs == "tokens"
         self._num_short = 0
         self._block_tokens = block_tokens
+        self._is_population = population is not None
         self.sessions = Sessions(
             self.loop, sessions, shape.chunk_tokens // block_tokens, self._send, self._close,
             block_tokens=block_tokens, keep_answers=self._keeps_answers,
@@ -131,8 +132,14 @@ class FleetSimulation:
         has_ended = self.loop.now_s >= self.sessions.first_start_s + self.window.end_s
         if has_ended and not self._num_due:
             live = self.sessions.live.values()
-            if not any(self._counts(session.started_s) for session in live):
+            if not any(self._counts_task(session) for session in live):
                 self.loop.stop()
+
+    def _counts_task(self, live: LiveSession) -> bool:
+        """Return True if a session that ends now has figures: with a population, those that end in
+        the window, else those that start in it."""
+        at_s = self.loop.now_s if self._is_population else live.started_s
+        return self._counts(at_s)
 
     def duplicate_factor(self) -> float:
         """Return chunks in all workers' memory over distinct ones.
@@ -304,7 +311,7 @@ class FleetSimulation:
     def _close(self, live: LiveSession) -> None:
         """Count a session whose last request was answered or refused."""
         self.routers.on_closed(live)
-        if self._counts(live.started_s):
+        if self._counts_task(live):
             task_s, requests = self.loop.now_s - live.started_s, live.session.requests
             alone_s = instant_s(requests, defaultdict(float, live.alone_s)) - live.instant_s
             self.tally.on_task_ended(live.number, task_s, live.instant_s, alone_s)

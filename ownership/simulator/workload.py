@@ -47,7 +47,8 @@ Half = Literal["first", "second"]
 class Window:
     """The part of a simulation that its figures are of, in seconds since the first session's start.
 
-    Requests and sessions count if they arrive in it. No session starts after its end.
+    Requests and sessions count if they arrive in it; of a constant population, sessions that end in
+    it. No session starts after its end, unless the population needs it.
     """
 
     begin_s: float = 0.0

@@ -90,6 +90,18 @@ def test_the_population_is_constant(population: int, workers: int) -> None:
     assert set(seen) == {population * workers}
 
 
+def test_tasks_of_a_population_count_if_they_end_in_the_window() -> None:
+    """Sessions of one request, one after the other: what ends before and after is not counted."""
+    trace = trace_of(Session("a", (prompt(0, 8_192, output=2),), 0.0))
+    whole, late = (
+        figures(trace, fleet(1), population=1, window=Window(begin_s, 20.0))  # type: ignore[arg-type]
+        for begin_s in (0.0, 5.0)
+    )
+    assert whole.task_mean_s == pytest.approx(late.task_mean_s)
+    assert whole.sessions * whole.task_mean_s == pytest.approx(20.0, abs=2 * whole.task_mean_s)
+    assert late.sessions * late.task_mean_s == pytest.approx(15.0, abs=2 * late.task_mean_s)
+
+
 def test_a_seed_draws_other_sessions() -> None:
     found = [
         figures(agents(12), fleet(2), population=2, seed=seed, window=Window(50.0, 300.0))  # type: ignore[arg-type]
