@@ -2,7 +2,7 @@
 
 `published` is what an engine tells of its chains, `trust` what comparing its own answers with the
 router's has shown, `certainty` the result: `exact`, `degraded` or `blind`, with reasons. `prompts`
-looks a request up in the ownership directory. `checks` asks the servers.
+looks a request up in the ownership directory. `checks` asks one server, `watch` all of them.
 
 Imports `ownership.directory`, `ownership.scheduling` and `router.identity`.
 """
@@ -12,11 +12,13 @@ from ownership.router.view.checks import Checks
 from ownership.router.view.prompts import FleetChains, PrefixViews, PromptView
 from ownership.router.view.published import PublishedChain
 from ownership.router.view.trust import Trust
+from ownership.router.view.watch import FleetWatch
 
 __all__ = [
     "Certainty",
     "Checks",
     "FleetChains",
+    "FleetWatch",
     "PrefixViews",
     "PromptView",
     "PublishedChain",

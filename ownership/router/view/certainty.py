@@ -25,7 +25,7 @@ class Reason(StrEnum):
     NO_CHAINS = "no_chains"
     """No server has told how it names chains: none has the connector, or none answers."""
     SERVER_SILENT = "server_silent"
-    """A server has not told it, or not lately."""
+    """A server has not told it, or not lately; it may have no connector."""
     UNCHECKED = "unchecked"
     """A server's own answers were not compared with the router's yet."""
     TOKENS_DIFFER = "tokens_differ"

@@ -53,12 +53,22 @@ class FleetChains:
         self._servers: dict[str, tuple[tuple[PublishedChain, ...], float]] = {}
 
     def told(self, server: str, engines: Sequence[PublishedChain], now_s: float) -> None:
-        """Replace what is known of a server."""
+        """Replace what is known of a server; no engines: it did not tell."""
         self._servers[server] = tuple(engines), now_s
 
     def forget(self, server: str) -> None:
         """Drop a server that has left."""
         self._servers.pop(server, None)
+
+    @property
+    def servers(self) -> set[str]:
+        """The names of the servers that have told, or were asked in vain."""
+        return set(self._servers)
+
+    def instances(self, server: str) -> frozenset[str]:
+        """Return what tells the server's running engines from those after a restart."""
+        engines, _ = self._servers.get(server, ((), 0.0))
+        return frozenset(x.instance for x in engines)
 
     def engines(self) -> list[_Engine]:
         """Return all engines of all servers."""
@@ -67,12 +77,13 @@ class FleetChains:
     def reasons(self, now_s: float) -> set[Reason]:
         """Return what is wrong with the fleet as a whole."""
         found = set[Reason]()
-        if any(now_s - told_s > self._silent_after_s for _, told_s in self._servers.values()):
-            found.add(Reason.SERVER_SILENT)
-        engines = [x.published for x in self.engines()]
-        if not all(x.is_shared for x in engines):
+        for engines, told_s in self._servers.values():
+            if not engines or now_s - told_s > self._silent_after_s:
+                found.add(Reason.SERVER_SILENT)
+        published = [x.published for x in self.engines()]
+        if not all(x.is_shared for x in published):
             found.add(Reason.RESET_ALONE)
-        if len({(x.root, x.chunk_tokens) for x in engines if x.is_shared}) > 1:
+        if len({(x.root, x.chunk_tokens) for x in published if x.is_shared}) > 1:
             found.add(Reason.MIXED)
         return found
 

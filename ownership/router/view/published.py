@@ -32,6 +32,8 @@ class PublishedChain:
     """Digests of the adapters that requests have used, by name."""
     base_models: frozenset[str]
     """The names of the model without an adapter."""
+    instance: str = ""
+    """Another one after a restart."""
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> PublishedChain:
@@ -50,6 +52,7 @@ class PublishedChain:
                 dict(answer["clearings"]),
                 {name: bytes.fromhex(digest) for name, digest in answer["adapters"].items()},
                 frozenset({str(engine["model"]), str(engine.get("served_as", engine["model"]))}),
+                f"{engine.get('engine')} {engine.get('pid')}",
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not an engine's answer about its chains: {error!r}") from error

@@ -21,6 +21,7 @@ from ownership.router.view import (
     Certainty,
     Checks,
     FleetChains,
+    FleetWatch,
     PrefixViews,
     PromptView,
     PublishedChain,
@@ -249,10 +250,15 @@ class Server:
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         self.identity = PromptIdentity(tokenizer, ChainCache())
         self.reports: dict[str, Any] = {}
+        self.error: Exception | None = None
+        self.pid = 1
 
     async def ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        if self.error is not None:
+            raise self.error
         if path == "/v1/heterocache/chain":
-            return {"engines": [ANSWER, {"error": "gone"}], "count": 2}
+            answer = {**ANSWER, "engine": {**ANSWER["engine"], "pid": self.pid}}
+            return {"engines": [answer, {"error": "gone"}], "count": 2}
         if path.startswith("/v1/heterocache/requests/"):
             if path.rpartition("/")[2] not in self.reports:
                 raise ValueError("404")
@@ -314,4 +320,47 @@ def test_a_sample_compares_with_the_report_of_the_request() -> None:
     assert fleet.find(talk, "/v1/messages").reasons == ()
     assert sample("wrong") == "keys_differ"
     assert fleet.find(talk, "/v1/messages").reasons == ("keys_differ",)
+    fleet.views.close()
+
+
+def test_servers_are_probed_when_they_start_and_forgotten_when_they_leave(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fleet, one = Fleet(), Server(model_tokenizer("llama3"))
+    servers = {"http://one": one.ask}
+    watch = FleetWatch(fleet.views, lambda: servers, clock=lambda: 0.0)
+
+    def reasons(*, now_s: float = 1.0) -> tuple[str, ...]:
+        return fleet.find({"prompt": TEXT}, now_s=now_s).reasons
+
+    def ask_all() -> None:
+        asyncio.run(watch.ask_all())
+
+    ask_all()
+    assert reasons() == ()
+    one.identity = PromptIdentity(model_tokenizer("qwen"), ChainCache())
+    ask_all()
+    assert reasons() == (), "it was probed already"
+    one.pid = 2
+    ask_all()
+    assert reasons() == ("tokens_differ",), "it has started again"
+    ask_all()
+    assert caplog.text.count("tokens_differ") == 1
+    one.error = ValueError("404")
+    ask_all()
+    assert reasons() == ("tokens_differ",)
+    assert reasons(now_s=31.0) == ("server_silent", "tokens_differ")
+    servers["http://stock"] = one.ask
+    ask_all()
+    assert reasons() == ("server_silent", "tokens_differ"), "it may have no connector"
+    servers.clear()
+    ask_all()
+    assert reasons() == ("no_chains",)
+    one.error, one.pid = OSError("refused"), 1
+    servers["http://one"] = one.ask
+    ask_all()
+    assert reasons() == ("no_chains", "server_silent")
+    one.error, one.identity = None, PromptIdentity(model_tokenizer("llama3"), ChainCache())
+    ask_all()
+    assert reasons() == ()
     fleet.views.close()
