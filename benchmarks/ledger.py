@@ -12,10 +12,13 @@ requests each: its view, what it knows of the session, and the request that is s
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,7 +26,7 @@ from unittest.mock import patch
 
 from benchmarks.measure import machine_line, publish, rounded, table, timed
 from benchmarks.scheduling import fleet_of
-from benchmarks.simulated_fleets import BY_NAME, fleet_for, read
+from benchmarks.simulated_fleets import BY_NAME, fleet_for, trace_of
 from hetero_connector.planner.sessions import EARLY, LATE, ReturnWindow, ThinkTimes
 from ownership.scheduling import Ledger, Placement, Step, WorkerPrefix
 from ownership.scheduling.decision import PlacementAction
@@ -71,7 +74,7 @@ class Case:
 CASES = (
     Case("chat, 4 workers", "mooncake-rate", 4, 3.3, 2_000),
     Case("chat, 16 workers", "mooncake-rate", 16, 13.28, 2_000),
-    Case("agents, 2 workers", "agents-rate", 2, 0.8, 120, 0.5),
+    Case("agents, 2 workers", "agents-rate", 2, 0.8, 50, 0.5),
 )
 
 
@@ -89,7 +92,7 @@ class FixedReturn(ThinkTimes):
 
 
 def simulated(case: Case, trace: Trace, seed: int, scale: float) -> Iterator[tuple[str, float]]:
-    """Yield the waiting of a task by what routers know, over that of the exact view."""
+    """Yield the waiting of a task by what its routers know, over that of the exact view."""
     fleet = fleet_for(BY_NAME[case.study], case.workers)
     number = max(4, int(scale * case.sessions))
     workload = Workload(case.rate, case.sharing, number, seed)
@@ -142,17 +145,25 @@ def _serve(ledger: Ledger, number: int, ended: int) -> None:
     ledger.ended(ended, 200, 0.01 * number)
 
 
+def ratios_of(paths: Mapping[str, Path], scale: float, job: tuple[Case, int]) -> dict[str, float]:
+    """Return the ratios of one case with one seed."""
+    case, seed = job
+    name = BY_NAME[case.study].trace
+    return dict(simulated(case, trace_of(name, paths[name]), seed, scale))
+
+
 def measure(
-    traces: Mapping[str, Trace], seeds: Sequence[int], scale: float
-) -> Mapping[tuple[str, str], list[float]]:
+    paths: Mapping[str, Path], seeds: Sequence[int], scale: float, processes: int
+) -> dict[tuple[str, str], list[float]]:
     """Return the ratios of all seeds by case and by what routers know."""
+    cases = [case for case in CASES if BY_NAME[case.study].trace in paths]
+    jobs = list(product(cases, seeds))
     found: dict[tuple[str, str], list[float]] = {}
-    for case in CASES:
-        trace = traces.get(BY_NAME[case.study].trace)
-        if trace is None:
-            continue
-        for seed in seeds:
-            for name, ratio in simulated(case, trace, seed, scale):
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        results = pool.map(partial(ratios_of, paths, scale), jobs)
+        for (case, _), ratios in zip(jobs, results, strict=True):
+            for name, ratio in ratios.items():
                 found.setdefault((case.name, name), []).append(ratio)
     return found
 
@@ -188,17 +199,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ledger")
     parser.add_argument("--mooncake", type=Path, help="Mooncake's conversation trace")
     parser.add_argument("--sessions", type=Path, help="the coding-agent sessions")
+    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
     parser.add_argument("--quick", action="store_true", help="a tenth of it; writes no results")
     arguments = parser.parse_args(argv)
-    traces = {}
-    if arguments.mooncake:
-        traces["mooncake"] = read(arguments.mooncake, arrivals=False)
-    if arguments.sessions:
-        traces["agents"] = read(arguments.sessions, arrivals=True)
+    given = {"mooncake": arguments.mooncake, "agents": arguments.sessions}
+    paths = {name: path for name, path in given.items() if path is not None}
     seeds = SEEDS[:1] if arguments.quick else SEEDS
     us, request_us = ledger_us(64, 200 if arguments.quick else 5_000)
-    ratios = measure(traces, seeds, 0.1 if arguments.quick else 1.0)
+    scale = 0.1 if arguments.quick else 1.0
+    ratios = measure(paths, seeds, scale, arguments.processes)
     figures = rounded(
         {"ledger_us_64": us, "ledger_request_us_64": request_us, **figures_of(ratios)}
     )
