@@ -85,19 +85,21 @@ class Scrubber:
                 return False
             self._stopped, self._unreadable = threading.Event(), 0
             self.progress = ScrubProgress("running", time.time(), 0)
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=self._run,
                 args=(bytes_per_s, self._stopped),
                 name="heterocache-scrub",
                 daemon=True,
             )
-            self._thread.start()
+            thread.start()
+            self._thread = thread
             return True
 
     def stop(self) -> None:
         """End the scrub that runs, if there is one. A read that hangs is not waited for."""
-        self._stopped.set()
-        thread = self._thread
+        with self._lock:
+            self._stopped.set()
+            thread = self._thread
         if thread is not None:
             thread.join(_CLOSE_S)
 

@@ -143,6 +143,7 @@ def clear(
         text = f"forgot {what}"
         if not kept:
             text += "; the disk did not take it: the next engine would find what is on it"
+            text += f" ({answer['reason']})" if "reason" in answer else ""
         if not answer.get("known", True):
             text += f"; no session known here has used the model {model!r}: check the name"
         if not answer["pages"]:

@@ -447,11 +447,42 @@ def test_a_pipe_in_place_of_the_list_of_cleared_salts_is_refused(tmp_path: Path)
         Clearings(path)
 
 
-def test_a_salt_whose_clearing_cannot_be_kept_is_not_cleared(tmp_path: Path) -> None:
-    salts = Clearings(tmp_path / "gone" / "cleared.json")
-    with pytest.raises(CommandError, match="cannot be written"):
-        salts.count_salt("m")
-    assert salts.of_salt("m") == 0
+def test_a_salt_or_an_adapter_is_cleared_though_the_disk_does_not_take_it(
+    start: Start, tmp_path: Path
+) -> None:
+    engine = start()
+    path = tmp_path / "gone" / "cleared.json"
+    engine.side.commands.clearings = Clearings(path)
+    mine, plain = turn("m", cache_salt="m"), turn("p", seed=2)
+    adapted = turn("a", lora_request=adapter(tmp_path, "a"))
+    for request in (mine, plain, adapted):
+        engine.run(request)
+    answer = do(engine, "clear", salt="m")
+    assert answer["kept"] is False
+    assert f"{path} cannot be written" in answer["reason"]
+    assert do(engine, "clear", model="a")["kept"] is False
+    assert stored(engine, mine) == 0
+    assert engine.run(turn("a2", lora_request=adapted.lora_request)) == 0
+    assert stored(engine, plain)
+    path.parent.mkdir()
+    assert do(engine, "clear", salt="o")["kept"] is True
+    assert Clearings(path).of_salt("m"), "the disk has all of them now"
+
+
+def test_what_was_stored_after_a_clearing_that_was_not_kept_is_cleared_by_a_later_engine(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "gone" / "cleared.json"
+    first = Clearings(path)
+    first.count_salt("m")
+    names = {first.of_salt("m")}
+    path.parent.mkdir()
+    later = Clearings(path)
+    assert later.of_salt("m") == 0
+    for _ in range(3):
+        later.count_salt("m")
+        names.add(later.of_salt("m"))
+    assert len(names) == 4, "no name comes again"
 
 
 def test_the_status_says_where_sessions_are_and_not_who_they_are(

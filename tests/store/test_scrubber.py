@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from hetero_connector.store import scrubber as module
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.scrubber import ScrubProgress
 from hetero_connector.store.ssd import slab_reader
+from tests.interleaving import try_every_switch
 from tests.store.filling import (
     DENSE,
     SIZES,
@@ -222,6 +223,18 @@ def test_one_at_a_time_and_it_can_be_stopped(store: ArtifactStore) -> None:
     assert progress(store).state == "stopped"
     assert 0 < progress(store).chunks_checked < 6
     assert scrub(store).state == "complete"
+
+
+def test_it_can_be_stopped_at_any_moment_of_its_start(store: ArtifactStore) -> None:
+    scrubber = store.scrubber
+
+    def prepare() -> tuple[Callable[[], object], Callable[[], object]]:
+        scrubber.stop()
+        return lambda: scrubber.start(1.0), scrubber.stop
+
+    assert try_every_switch(prepare, module) > 5
+    scrubber.stop()
+    assert progress(store).state == "stopped"
 
 
 def test_a_store_that_closes_ends_it(bench: Bench) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ logger = logging.getLogger("vllm.heterocache")
 CLEARED_NAME = "cleared-salts.json"
 _MAX_CLEARED = 10_000
 _MAX_BYTES = 64 * _MAX_CLEARED
+_UNKEPT_BITS = 40
 
 
 class Clearings:
@@ -55,16 +57,18 @@ class Clearings:
         """Return how often an adapter's state was cleared; "": that of the model without one."""
         return self._counts.get(model_digest(model).hex(), 0) if self._counts else 0
 
-    def count_salt(self, salt: str) -> None:
-        """Count a clearing of `salt`. It survives a power cut once this returns.
+    def count_salt(self, salt: str) -> str | None:
+        """Count a clearing of `salt`; return the reason if it could not be kept, else None.
 
-        Raises CommandError if it could not be kept; then nothing was changed.
+        In this process nothing from before is found from now on, whatever the disk does. A clearing
+        that is kept survives a power cut. Raises CommandError, and changes nothing, if too many
+        salts and models were cleared.
         """
-        self._count(tenant_of(salt))
+        return self._count(tenant_of(salt))
 
-    def count_model(self, model: str) -> None:
+    def count_model(self, model: str) -> str | None:
         """Count a clearing of `model`, as `count_salt` does."""
-        self._count(model_digest(model))
+        return self._count(model_digest(model))
 
     def raise_to(self, counts: Mapping[str, int]) -> None:
         """Count at least so many clearings of each: those of a store whose state comes here.
@@ -83,20 +87,22 @@ class Clearings:
             except OSError as error:
                 raise StoreError(f"{self._path} cannot be written: {error}") from error
 
-    def _count(self, digest: bytes) -> None:
+    def _count(self, digest: bytes) -> str | None:
         with self._lock:
             name = digest.hex()
-            counts = {**self._counts, name: self._counts.get(name, 0) + 1}
-            if len(counts) > _MAX_CLEARED:
+            kept = {**self._counts, name: self._counts.get(name, 0) + 1}
+            if len(kept) > _MAX_CLEARED:
                 raise CommandError(
                     f"{_MAX_CLEARED} salts and models were cleared: clear everything instead"
                 )
+            # A number that no later process counts up to, should this clearing not be kept.
+            self._counts = {**kept, name: kept[name] + secrets.randbits(_UNKEPT_BITS)}
             try:
-                self._keep(counts)
+                self._keep(kept)
             except OSError as error:
-                raise CommandError(
-                    f"not cleared: {self._path} cannot be written: {error}"
-                ) from error
+                logger.warning("a clearing is not kept: %s cannot be written: %s", self._path, error)
+                return f"{self._path} cannot be written: {error}"
+            return None
 
     def _keep(self, counts: dict[str, int]) -> None:
         if self._path is not None:

@@ -231,23 +231,24 @@ class Commands:
 
     def _clear_salt(self, salt: str) -> Result:
         tenant = tenant_of(salt)
-        self.clearings.count_salt(salt)  # from now on nothing from before is found
+        problem = self.clearings.count_salt(salt)  # from now on nothing from before is found
         pages = self._rename(lambda request: request.cache_salt == salt)
         self._store.retention.release(lambda _, owner: owner == tenant)
         chunks = self._forget_all(lambda record: record.tenant == tenant)
-        return {"cleared": "salt", "chunks": chunks, "pages": pages}
+        return {"cleared": "salt", "chunks": chunks, "pages": pages, **_kept(problem)}
 
     def _clear_model(self, name: str) -> Result:
         """Forget what requests of this model stored: an adapter's, or the model's without one."""
         model = "" if name in self.model_names else name
         is_known = not model or self.clearings.of_model(model) > 0
         is_known |= any(model in record.models for _, record in self._book.newest())
-        self.clearings.count_model(model)
+        problem = self.clearings.count_model(model)
         pages = self._rename(lambda request: adapter_name(request) == model)
         if not model:
             self._store.retention.release(lambda user, _: isinstance(user, _Prompt))
         chunks = self._forget_all(lambda record: record.models == {model})
-        return {"cleared": "model", "chunks": chunks, "pages": pages, "known": is_known}
+        answer = {"cleared": "model", "chunks": chunks, "pages": pages, "known": is_known}
+        return {**answer, **_kept(problem)}
 
     def _rename(self, is_meant: Callable[[Request], bool]) -> bool:
         """Name the chains of these requests anew; return whether vLLM's own cache is empty."""
@@ -350,6 +351,11 @@ class Taker:
         raise MalformedCommandError(
             f"{name} must be a prompt's token ids, 32 bits each, in base64, and not empty"
         )
+
+
+def _kept(problem: str | None) -> Result:
+    """Return whether a clearing will be known to the next process; `problem`: why not."""
+    return {"kept": True} if problem is None else {"kept": False, "reason": problem}
 
 
 def pack_tokens(tokens: Sequence[int]) -> str:
