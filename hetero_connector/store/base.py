@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -45,6 +45,29 @@ class Pinned(NamedTuple):
     """Its tokens."""
     size_bytes: int
     """The slots that it takes in a tier."""
+
+
+class TimedPin(NamedTuple):
+    """A pin under way."""
+
+    name: Hashable
+    """The session, or what else its owner has named it."""
+    tokens: int
+    until_s: float
+    """Its end, by the store's clock."""
+    tenant: bytes
+    is_bounded: bool
+    """True if it counts against the tenant's share: a client's, not an operator's."""
+
+
+class PinUse(NamedTuple):
+    """All pins under way, and how much of their bounds they use."""
+
+    pins: Sequence[TimedPin]
+    size_bytes: int
+    max_bytes: int
+    bytes_by_tenant: Mapping[bytes, int]
+    max_bytes_by_tenant: int
 
 
 class PinRefusal(StrEnum):

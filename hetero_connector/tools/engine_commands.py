@@ -15,6 +15,7 @@ from hetero_connector.tools.command import (
     ENGINES,
     EXIT_BAD,
     EXIT_OK,
+    EXIT_UNUSABLE,
     Json,
     command,
     complain,
@@ -87,8 +88,7 @@ def status(
     elif found:
         show(found, decisions)
     if not found:
-        note(_NO_ENGINE)
-        return EXIT_BAD
+        return complain(_NO_ENGINE)
     return EXIT_OK
 
 
@@ -103,8 +103,7 @@ def top(
     from hetero_connector.tools.live import watch
 
     if not watch(engine, interval, once=once):
-        note(_NO_ENGINE)
-        return EXIT_BAD
+        return complain(_NO_ENGINE)
     return EXIT_OK
 
 
@@ -228,7 +227,8 @@ def drain(
             return True, "stores again"
         if answer["written"]:
             return True, "stores nothing new; all that it stored is on SSD"
-        return False, f"stores nothing new; not all was written within {wait:g} s: repeat it"
+        late = f"not all was written within {wait:g} s: repeat it"
+        return False, f"stores nothing new; {answer.get('reason', late)}"
 
     order = {"do": "drain", "resume": resume, "wait_s": wait}
     return _carry_out(engine, order, told, as_json, wait_s=wait)
@@ -271,8 +271,7 @@ def timeline(
 
     found = engines.find(engine)
     if not found:
-        note(_NO_ENGINE)
-        return EXIT_BAD
+        return complain(_NO_ENGINE)
     try:
         out.touch()  # fails before the recording, not after it
         answers = engines.do(found, {"do": "record", "seconds": seconds}, seconds)
@@ -336,7 +335,7 @@ def _carry_out(
     for engine, answer in zip(chosen, answers, strict=True):
         is_good, text = (False, answer["error"]) if "error" in answer else told(answer)
         if not is_good:
-            code = EXIT_BAD
+            code = EXIT_UNUSABLE if answer.get("malformed") else EXIT_BAD
         if not as_json or "error" in answer:
             print(f"{engine.title}: {text}", file=sys.stderr if "error" in answer else sys.stdout)
     if as_json:

@@ -13,9 +13,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from hetero_connector.engine.scheduler.session_book import MIN_DIGEST
 from hetero_connector.engine.scheduler.status_socket import ask
 from hetero_connector.tools.engines import Status, find
-from hetero_connector.tools.status import broken_parts, progress_text
+from hetero_connector.tools.status import broken_parts, make_console, pins_text, state_text
 from hetero_connector.units import size_text
 
 _SESSIONS = 8
@@ -34,7 +35,7 @@ def watch(
     name: str | None, interval_s: float, *, once: bool, console: Console | None = None
 ) -> bool:
     """Draw the engines with this name until none is left, or `once`; False if there was none."""
-    console = console or Console(highlight=False)
+    console = console or make_console()
     before, after = _look(name), dict[Path, Look]()
     if not before:
         return False
@@ -70,19 +71,14 @@ def _look(name: str | None) -> dict[Path, Look]:
 def _engine(before: Look, after: Look) -> list[RenderableType]:
     status = after.status
     hours = (status["now"] - status["engine"]["started"]) / 3600
-    broken = broken_parts(status)
-    state = f"not working: {', '.join(broken)}" if broken else "healthy"
-    if status["activity"]["draining"]:
-        state += ", draining"
-    scrub = status["activity"]["scrub"]
-    if scrub is not None and scrub["state"] == "running":
-        state += f", scrubbing: {progress_text(scrub)}"
+    color = "red" if broken_parts(status) else ""
     heading = Text(after.title, "bold", no_wrap=True, overflow="ellipsis")
     return [
         heading,
-        Text(f"up {hours:.1f} h, {state}, {_loads(status)}", "red" if broken else ""),
+        Text(f"up {hours:.1f} h, {state_text(status)}, {_loads(status)}", color),
         _tokens(before.status, status),
         _tiers(status),
+        *([Text(pins_text(status["pins"]))] if status["pins"]["count"] else []),
         *_sessions(status["sessions"]),
         Text(),
     ]
@@ -131,7 +127,7 @@ def _sessions(sessions: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
     for x in sessions[:_SESSIONS]:
         chunks = x["chunks_by_tier"]
         table.add_row(
-            x["session"][:16],
+            _short(x["session"]),
             f"{x['tokens']:,}",
             f"{x['turns']:,}",
             *(f"{chunks.get(tier, 0):,}" for tier in ("dram", "ssd")),
@@ -140,10 +136,17 @@ def _sessions(sessions: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
     return [title, table]
 
 
+def _short(name: str) -> str:
+    """Return as much of a session's name as commands need."""
+    return name if name.startswith("recognised-") else name[:MIN_DIGEST]
+
+
 def _state(session: Mapping[str, Any]) -> str:
+    pinned_s = session["pinned_for_s"]
+    pinned = "" if pinned_s is None else f", pinned {max(0.0, pinned_s):,.0f} s"
     if session["is_running"]:
-        return "runs"
-    text = f"idle {session['idle_s']:,.0f} s"
+        return f"runs{pinned}"
+    text = f"idle {session['idle_s']:,.0f} s{pinned}"
     if session["expected_in_s"]:
         first, last = (max(0.0, x) for x in session["expected_in_s"])
         text += f", back in {first:,.0f}-{last:,.0f} s"

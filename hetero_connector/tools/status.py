@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,10 +15,21 @@ from rich.text import Text
 from hetero_connector.tools.engines import Status
 from hetero_connector.units import size_text
 
+_WIDTH = 1_000
+"""Columns where no terminal bounds them."""
+
+
+def make_console() -> Console:
+    """Return a console for stdout. Where that is no terminal, nothing is cut at 80 columns."""
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _WIDTH
+    return console
+
 
 def show(engines: Sequence[Status], max_decisions: int, console: Console | None = None) -> None:
     """Print each engine's tiers, health and newest decisions for a terminal."""
-    console = console or Console(highlight=False)
+    console = console or make_console()
     for status in engines:
         engine = status["engine"]
         hours = (status["now"] - engine["started"]) / 3600
@@ -25,9 +37,10 @@ def show(engines: Sequence[Status], max_decisions: int, console: Console | None 
             f"[bold]{escape(engine['model'])}[/bold]  pid {engine['pid']}, up {hours:.1f} h, "
             f"heterocache {engine['heterocache']}, vLLM {engine['vllm']}"
         )
-        broken = broken_parts(status)
-        console.print(f"[red]not working: {', '.join(broken)}[/red]" if broken else "healthy")
+        console.print(Text(state_text(status), "red" if broken_parts(status) else ""))
         console.print(_tiers(status["tiers"]))
+        if status["pins"]["count"]:
+            console.print(pins_text(status["pins"]))
         decisions = status["decisions"][-max_decisions:] if max_decisions else []
         if decisions:
             console.print(_decisions(decisions))
@@ -40,6 +53,25 @@ def broken_parts(status: Status) -> list[str]:
 
 _WORKING = ("io_alive", "ssd_writable", "ssd_readable")
 """Parts of the health that are true while all is well."""
+
+
+def state_text(status: Status) -> str:
+    """Return whether all parts work, and what commands have begun."""
+    broken = broken_parts(status)
+    state = f"not working: {', '.join(broken)}" if broken else "healthy"
+    if status["activity"]["draining"]:
+        state += ", draining"
+    scrub = status["activity"]["scrub"]
+    if scrub is not None and scrub["state"] == "running":
+        state += f", scrubbing: {progress_text(scrub)}"
+    return state
+
+
+def pins_text(pins: Mapping[str, Any]) -> str:
+    """Return how much pins keep, of what they may keep."""
+    count, share = pins["count"], pins["bytes"] / pins["max_bytes"]
+    kept, most = size_text(pins["bytes"]), size_text(pins["max_bytes"])
+    return f"{count:,} {'pin' if count == 1 else 'pins'}: {kept} of at most {most} ({share:.0%})"
 
 
 def progress_text(progress: Mapping[str, Any]) -> str:

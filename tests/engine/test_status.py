@@ -274,13 +274,14 @@ def test_a_clients_request_id_is_printed_as_it_is() -> None:
         "now": 7200.0,
         "health": {"io_alive": True, "ssd_writable": False, "ssd_readable": True},
     }
-    status |= {"tiers": [tiers], "decisions": [decision, unplanned]}
+    status |= {"tiers": [tiers], "decisions": [decision, unplanned], "pins": {"count": 0}}
+    status["activity"] = {"draining": True, "scrub": None}
     console = Console(width=200, record=True, file=io.StringIO())
     printing.show([status], 10, console)
     shown = console.export_text()
     for expected in (
-        "up 2.0 h", "not working: ssd_writable", "3 MiB", "1 GiB", "[red]x[/red]", "5,104 - 384",
-        "dram+ssd", "83 ms", "91 ms", "614 ms", "compute: nothing stored",
+        "up 2.0 h", "not working: ssd_writable, draining", "3 MiB", "1 GiB", "[red]x[/red]",
+        "5,104 - 384", "dram+ssd", "83 ms", "91 ms", "614 ms", "compute: nothing stored",
     ):  # fmt: skip
         assert expected in shown
     assert "\x1b" not in shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import shlex
 import socket
@@ -16,6 +17,7 @@ from rich.console import Console
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.scheduler.status_socket import short_address
 from hetero_connector.engine.startup import rendezvous
+from hetero_connector.session_ids import session_key
 from hetero_connector.tools import cli, live
 from tests.engine.fakes import FakeRequest
 from tests.engine.socket_engine import SocketEngine
@@ -65,11 +67,19 @@ def turn(name: str, count: int = 256, seed: int = 0, **request: object) -> FakeR
 
 
 @pytest.mark.parametrize(
-    "command", [["clear", "--all", "--yes"], ["warm", "ids.json"], ["drain"], ["top"], ["status"]]
+    "command",
+    [
+        ["clear", "--all", "--yes"],
+        ["warm", "ids.json"],
+        ["drain"],
+        ["top"],
+        ["status"],
+        ["timeline"],
+    ],
 )
 def test_without_an_engine_it_says_so(run: Run, command: list[str]) -> None:
     code, out, err = run(*command)
-    assert code == (1 if command[0] in ("top", "status") else 2)
+    assert code == 2
     assert out == ""
     assert "no engine of this user runs" in err
 
@@ -182,7 +192,7 @@ def test_a_pinned_prompt_outlives_what_comes_after_it(
     assert run("unpin", "--session", "s")[0] == 0
     for words in (["pin"], ["unpin"], ["pin", ids, "--session", "s"]):
         code, _, err = run(*words)
-        assert code == 1
+        assert code == 2
         assert "say what to pin" in err
 
 
@@ -195,7 +205,8 @@ def test_a_drained_engine_stores_nothing_until_it_resumes(
         0,
         "m (pid 4711): stores nothing new; all that it stored is on SSD\n",
     )
-    assert "draining" in run("top", "--once", "--interval", 0.1)[1]
+    for shown in (run("top", "--once", "--interval", 0.1)[1], run("status")[1]):
+        assert "healthy, draining" in shown
     later = turn("2", seed=3)
     engine.run(later)
     assert engine.stored(later) == 0
@@ -204,6 +215,75 @@ def test_a_drained_engine_stores_nothing_until_it_resumes(
     again = turn("4", seed=3)
     engine.run(again)
     assert engine.stored(again) == 256
+
+
+def test_draining_to_an_ssd_that_cannot_be_written_says_so(
+    start: Start, run: Run, tmp_path: Path
+) -> None:
+    engine = start(ssd_dir=tmp_path / "ssd", ssd_bytes=1 << 22)
+    engine.engine.store.catalog.pause_writing(math.inf)
+    engine.run(turn("1"))
+    code, out, _ = run("drain", "--wait", 60)
+    assert code == 1
+    assert "stores nothing new; the SSD cannot be written" in out
+
+
+def test_pins_are_listed(start: Start, run: Run, tmp_path: Path) -> None:
+    engine = start()
+    assert "pin" not in run("status")[1]
+    by_client = {"kv_transfer_params": {"heterocache": {"pin_s": 600}}}
+    engine.run(turn("1", session_id="s", cache_salt="t", **by_client))
+    engine.run(turn("2", count=128, seed=2))
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps(tokens(128, 2)))
+    assert run("pin", ids, "--seconds", 60)[0] == 0
+    status = json.loads(run("status", "--json")[1])[0]["pins"]
+    prompt, session = status["first_to_end"]
+    name = session_key("t", "s").hex()
+    assert prompt["name"].startswith("prompt-")
+    assert (prompt["tokens"], prompt["by"]) == (128, "operator")
+    assert 0 < prompt["ends_in_s"] <= 60
+    assert (session["name"], session["tokens"], session["by"]) == (name, 256, "client")
+    assert 60 < session["ends_in_s"] <= 600
+    assert session["tenant_bytes"] + prompt["tenant_bytes"] == status["bytes"] < status["max_bytes"]
+    assert status["max_tenant_bytes"] == status["max_bytes"] // 2 == (1 << 20) // 4
+    shown = run("top", "--once", "--interval", 0.1)[1]
+    for text in (shown, run("status")[1]):
+        assert re.search(r"^2 pins: [\d.]+ KiB of at most 512 KiB \(\d+%\)$", text, re.MULTILINE)
+    assert re.search(rf"{name[:16]} .* idle 0 s, pinned (599|600) s", shown)
+    assert run("unpin", "--session", name[:16])[0] == 0
+    assert run("status", "--json")[1].count('"by": "client"') == 0
+
+
+def test_a_session_that_was_recognised_has_one_name(start: Start, run: Run) -> None:
+    engine = start()
+    engine.serve(turn("1"))
+    status = json.loads(run("status", "--json")[1])[0]
+    name = status["decisions"][0]["session"]
+    assert name.startswith("recognised-")
+    assert f" {name} " in run("top", "--once", "--interval", 0.1)[1]
+    assert run("pin", "--session", name)[0] == 0
+
+
+def test_wrong_arguments_exit_with_2(start: Start, run: Run, tmp_path: Path) -> None:
+    engine = start()
+    engine.run(turn("1", session_id="s"))
+    for seconds in ("-5", "nan", "1e30"):
+        code, out, err = run("pin", "--session", "s", "--seconds", seconds)
+        assert (code, out) == (2, "")
+        assert "seconds must be seconds, above 0" in err
+
+
+def test_status_in_a_pipe_is_not_cut(
+    start: Start, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    engine = start("e", "models/" + "long-name-" * 20)
+    name = "cmpl-" + "0123456789" * 8
+    engine.serve(turn(name))
+    out = run("status")[1]
+    assert f" {name} " in out
+    assert "long-name-" * 20 in out.splitlines()[0]
 
 
 def test_a_scrub_is_begun_watched_and_stopped(start: Start, run: Run, tmp_path: Path) -> None:
@@ -222,7 +302,7 @@ def test_a_scrub_is_begun_watched_and_stopped(start: Start, run: Run, tmp_path: 
     assert run("scrub", "--rate", 1000)[0] == 0
     until(lambda: "complete" in json.dumps(json.loads(run("status", "--json")[1])[0]["activity"]))
     code, _, err = run("scrub", "--rate", 0)
-    assert code == 1
+    assert code == 2
     assert "above 0" in err
 
 

@@ -100,7 +100,9 @@ class Clearings:
             try:
                 self._keep(kept)
             except OSError as error:
-                logger.warning("a clearing is not kept: %s cannot be written: %s", self._path, error)
+                logger.warning(
+                    "a clearing is not kept: %s cannot be written: %s", self._path, error
+                )
                 return f"{self._path} cannot be written: {error}"
             return None
 

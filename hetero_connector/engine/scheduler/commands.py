@@ -11,7 +11,7 @@ import base64
 import time
 from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hetero_connector.artifacts.chain import RequestChain
@@ -21,6 +21,8 @@ from hetero_connector.engine.scheduler.chain_root import ChainRoot
 from hetero_connector.engine.scheduler.clearings import Clearings
 from hetero_connector.engine.scheduler.request_identifier import adapter_name
 from hetero_connector.engine.scheduler.session_book import (
+    MIN_DIGEST,
+    PromptName,
     SessionBook,
     SessionRecord,
     session_name,
@@ -44,8 +46,6 @@ _STEP_S = 20.0
 """Longest wait for a step of the engine."""
 _MAX_SECONDS = 86_400.0
 _MAX_TEXT = 4_096
-_MIN_DIGEST = 16
-"""Characters of a session's digest by which it may be named."""
 _POLL_S = 0.02
 
 
@@ -66,13 +66,6 @@ class Engine(Protocol):
     def on_cleared(self, is_meant: Callable[[Request], bool]) -> None:
         """Name the chains of these running requests anew."""
         ...
-
-
-@dataclass(frozen=True)
-class _Prompt:
-    """The name under which a prompt is pinned or expected: the key of its end."""
-
-    end: ChunkKey
 
 
 class Commands:
@@ -136,7 +129,7 @@ class Commands:
         leaves = _leaves(self._store, chain)
         if not leaves:
             return {"tokens": len(tokens), "stored_tokens": 0, "dram_tokens": 0}
-        now_s, name = self._store.catalog.clock(), _Prompt(leaves[0])
+        now_s, name = self._store.catalog.clock(), PromptName(leaves[0])
         self._store.expect(
             ExpectedReturn(
                 name, leaves, now_s, now_s + keep_s, 1.0, tenant_of(salt), is_ordered=True
@@ -165,7 +158,11 @@ class Commands:
         self.is_draining = not resumes
         if resumes:
             return {"draining": False}
-        return {"draining": True, "written": self._store.flush(wait_s)}
+        answer = {"draining": True, "written": self._store.flush(wait_s)}
+        health = self._store.health()
+        if not answer["written"] and not (health.ssd_writable and health.io_alive):
+            return {**answer, "reason": "the SSD cannot be written: the engine's log says why"}
+        return answer
 
     def scrub(self, arguments: Arguments) -> Result:
         """Begin to check all that is stored, at `mib_per_s`; `stop`: end that."""
@@ -217,7 +214,7 @@ class Commands:
             return key, record.leaves, record.tenant
         chain = self._new_chain(salt)
         chain.extend(take.tokens("tokens"))
-        name = _Prompt(chain.ending_at(chain.num_tokens).key)
+        name = PromptName(chain.ending_at(chain.num_tokens).key)
         return name, _leaves(self._store, chain), tenant_of(salt)
 
     def _new_chain(self, salt: str | None) -> RequestChain:
@@ -245,7 +242,7 @@ class Commands:
         problem = self.clearings.count_model(model)
         pages = self._rename(lambda request: adapter_name(request) == model)
         if not model:
-            self._store.retention.release(lambda user, _: isinstance(user, _Prompt))
+            self._store.retention.release(lambda user, _: isinstance(user, PromptName))
         chunks = self._forget_all(lambda record: record.models == {model})
         answer = {"cleared": "model", "chunks": chunks, "pages": pages, "known": is_known}
         return {**answer, **_kept(problem)}
@@ -281,12 +278,13 @@ class Commands:
         if (record := self._book.find(key)) is not None:
             return key, record
         named = [x for x in known if session_name(x[0]) == session]
-        if len(session) >= _MIN_DIGEST and not named:
+        if len(session) >= MIN_DIGEST and not named:
             named = [x for x in known if session_name(x[0]).startswith(session)]
         if len(named) != 1:
             raise CommandError(
                 "no such session is known: name it by its id, with its salt if its requests have "
-                f"one, or by its digest from `sessions`, at least {_MIN_DIGEST} characters of it. "
+                "one, or as reports, `heterocache top` and `GET /v1/heterocache/sessions` do, by "
+                f"at least {MIN_DIGEST} characters of its digest. "
                 "This engine knows the newest few thousand"
             )
         return named[0]

@@ -17,6 +17,7 @@ from hetero_connector.engine.scheduler.request_report import (
 )
 from hetero_connector.engine.scheduler.requests import PendingRestore, RequestTracker
 from hetero_connector.engine.scheduler.restore_counter import tokens_by_tier
+from hetero_connector.engine.scheduler.session_book import session_name
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.decision import RestoreAction, RestoreDecision
 from hetero_connector.planner.load_model import LoadModel
@@ -212,7 +213,7 @@ class Predictions:
             request_id=tracker.request.request_id,
             time=asked_at,
             queued_s=max(0.0, asked_at - tracker.request.arrival_time),
-            session=_session_name(tracker),
+            session=None if tracker.session is None else session_name(tracker.session),
             prompt_tokens=wait.num_tokens,
             stored_tokens=tracker.stored_tokens,
             local_tokens=local_tokens,
@@ -270,12 +271,6 @@ def _reason(decision: RestoreDecision) -> NothingRestored:
     if not any(x.in_time_from(0).any() for x in strategies):
         return NothingRestored.TOO_LATE
     return NothingRestored.COMPUTING_IS_FASTER
-
-
-def _session_name(tracker: RequestTracker) -> str | None:
-    if isinstance(tracker.session, bytes):
-        return tracker.session.hex()
-    return None if tracker.session is None else str(tracker.session)
 
 
 def _end(stored: StoredChunk) -> int:

@@ -14,13 +14,27 @@ from typing import Any
 
 from hetero_connector.artifacts.record import ChunkKey
 
+MIN_DIGEST = 16
+"""Characters of a session's digest by which it may be named."""
 _CAPACITY = 4_096
 _MAX_LEAVES = 1_024
 """Earlier ends among them are stored chunks, of which a tier has room for so many."""
 
 
+@dataclass(frozen=True)
+class PromptName:
+    """The name under which a prompt is pinned or expected: the key of its end."""
+
+    end: ChunkKey
+
+
 def session_name(session: Hashable) -> str:
-    """Return what people call the session: its digest, or its number if it was recognised."""
+    """Return what people call the session: its digest, or its number if it was recognised.
+
+    For a prompt that has no session: the key of its end.
+    """
+    if isinstance(session, PromptName):
+        return f"prompt-{session.end.hex()}"
     return session.hex() if isinstance(session, bytes) else f"recognised-{session}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from heapq import nsmallest
 from typing import Any
 
 from hetero_connector.engine.scheduler.predictions import RECENT, Predictions
@@ -18,6 +19,7 @@ STATUS_FORMAT = 1
 _SESSIONS_LISTED = 256
 _CHUNKS_LOOKED_AT = 16_384
 """Chunks of sessions that one answer looks at: about 50 ms in a store of a million."""
+_PINS_LISTED = 256
 _LIVE_SESSIONS = 32
 _LIVE_DECISIONS = 64
 _LIVE_CHUNKS = 4_096
@@ -122,6 +124,7 @@ class EngineStatus:
                 **self._activity(),
                 "reading_bytes": {t.value: n for t, n in self._store.reading_bytes.items()},
             },
+            "pins": self._describe_pins(),
             "tiers": [
                 {
                     "tier": x.tier.value,
@@ -142,16 +145,38 @@ class EngineStatus:
             counts[name].append({**labels, "count": int(count)})
         return counts
 
+    def _describe_pins(self) -> dict[str, Any]:
+        """Describe what pins keep, and those of them that end first."""
+        use, clock_s = self._store.retention.pins(), self._store.catalog.clock()
+        return {
+            "count": len(use.pins),
+            "bytes": use.size_bytes,
+            "max_bytes": use.max_bytes,
+            "max_tenant_bytes": use.max_bytes_by_tenant,
+            "first_to_end": [
+                {
+                    "name": session_name(x.name),
+                    "tokens": x.tokens,
+                    "ends_in_s": x.until_s - clock_s,
+                    "by": "client" if x.is_bounded else "operator",
+                    "tenant": x.tenant.hex(),
+                    "tenant_bytes": use.bytes_by_tenant.get(x.tenant, 0),
+                }
+                for x in nsmallest(_PINS_LISTED, use.pins, key=lambda x: x.until_s)
+            ],
+        }
+
     def _describe_sessions(self, count: int, budget: int) -> list[dict[str, Any]]:
         """Describe the newest sessions, as many as need a look at no more than `budget` chunks."""
         clock_s, now = self._store.catalog.clock(), time.time()
+        pinned_until_s = {x.name: x.until_s for x in self._store.retention.pins().pins}
         described = []
         for session, record in self._book.newest()[:count]:
             place = self._store.place_of(record.leaves, budget)
             if place is None:
                 break  # those of long chains would cost the engine too much
             budget -= place.chunks
-            expected = record.expected_s
+            expected, until_s = record.expected_s, pinned_until_s.get(session)
             described.append(
                 {
                     "session": session_name(session),
@@ -162,6 +187,7 @@ class EngineStatus:
                     "is_running": record.ended is None,
                     "idle_s": 0.0 if record.ended is None else now - record.ended,
                     "expected_in_s": expected and [at_s - clock_s for at_s in expected],
+                    "pinned_for_s": None if until_s is None else until_s - clock_s,
                     "resumable_tokens": place.end,
                     "chunks_by_tier": {t.value: n for t, n in place.by_tier.items()},
                 }

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from hetero_connector.artifacts.record import ChunkKey
-from hetero_connector.store.base import Pinned, PinRefusal
+from hetero_connector.store.base import Pinned, PinRefusal, PinUse
 from hetero_connector.store.catalog.chain_users import ChainUsers
 from hetero_connector.store.catalog.forgetting import forget_up_from
 from hetero_connector.store.catalog.lifetimes import Lifetimes
@@ -115,6 +115,11 @@ class Retention:
         """End a pin; return the tokens that it kept in place."""
         with self._lock:
             return self._pins.remove(name)
+
+    def pins(self) -> PinUse:
+        """Return the pins under way. O(pins), of which there are a few thousand at most."""
+        with self._lock:
+            return self._pins.describe()
 
     def release(self, is_meant: Callable[[Hashable, bytes], bool]) -> None:
         """End the pins, and the expected returns, whose name and tenant are meant."""

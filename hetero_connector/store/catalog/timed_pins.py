@@ -15,7 +15,7 @@ from itertools import islice
 
 from hetero_connector.containers import ExpiringHeap
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.base import Pinned, PinRefusal
+from hetero_connector.store.base import Pinned, PinRefusal, PinUse, TimedPin
 from hetero_connector.store.catalog.fair_shares import FairShares
 from hetero_connector.store.catalog.nodes import Artifact, Node
 
@@ -89,6 +89,19 @@ class TimedPins:
     def next_s(self) -> float:
         """The clock when the next pin ends. May be read without the lock."""
         return self._ends.next_s
+
+    def describe(self) -> PinUse:
+        """Return all pins, and how much of their bounds they use."""
+        return PinUse(
+            [
+                TimedPin(name, x.node.chunk.end, x.until_s, x.tenant, x.is_bounded)
+                for name, x in self._pins.items()
+            ],
+            self.size_bytes,
+            int(self._capacity_bytes * MOST_PINNED),
+            dict(self._bytes_by_tenant),
+            int(self._capacity_bytes * MOST_PINNED_BY_TENANT),
+        )
 
     def add(
         self, name: Hashable, node: Node, until_s: float, tenant: bytes, *, is_bounded: bool
