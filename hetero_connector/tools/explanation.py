@@ -232,7 +232,7 @@ def _described(
 ) -> _Value:
     try:
         return read(description)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise StoreError(
             f"{directory} does not describe its model and engine: an earlier version wrote it. "
             "Start an engine of this version on it once"

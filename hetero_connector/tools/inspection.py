@@ -124,8 +124,8 @@ def _report(path: Path, meta: JournalMeta, rows: Sequence[JournalRow], in_use: b
     )
 
 
-_MAX_VALUE = 100
-"""Longest value of a description that is printed. `--json` has the others, such as all layers."""
+_MAX_LINE = 120
+"""Longest entry of a description that is printed. `--json` has the others, such as all layers."""
 
 
 def as_text(report: ModelReport) -> str:
@@ -133,12 +133,12 @@ def as_text(report: ModelReport) -> str:
     shown = {
         key: value
         for key, value in sorted(report.description.items())
-        if value is not None and key != "fingerprint" and len(str(value)) <= _MAX_VALUE
+        if value is not None and key != "fingerprint" and len(key) + len(str(value)) <= _MAX_LINE
     }
     lines = [
         f"{report.path}{'  (in use)' if report.in_use else ''}",
         f"  fingerprint {report.fingerprint}, created {_when(report.created)}",
-        *(f"  {key}: {value}" for key, value in shown.items()),
+        *(f"  {_visible(key)}: {_visible(value)}" for key, value in shown.items()),
         f"  {report.artifacts} artifacts, {size_text(report.bytes)}, {report.chains} chains, "
         f"{report.tokens} tokens",
         f"  last used between {_when(report.oldest)} and {_when(report.newest)}",
@@ -171,3 +171,8 @@ def _when(seconds: float | None) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):  # a damaged row
         return f"{seconds:g} s after 1970"
+
+
+def _visible(value: object) -> str:
+    """Return the text without what a terminal would obey: an import takes over a description."""
+    return "".join(x if x.isprintable() else "\N{REPLACEMENT CHARACTER}" for x in str(value))

@@ -32,15 +32,22 @@ def read_side_files(path: Path, description: Mapping[str, Any]) -> SideFiles:
     """Read the files of a model's directory. `description`: of its journal."""
     costs = costs_problem = salts_problem = None
     cleared = 0
-    try:
-        learned = read_learned(path / LEARNED_NAME, ProfileSubject.of(description))
-        costs = None if learned is None else learned.origin
-    except ValueError as e:
-        costs_problem = f"{LEARNED_NAME} is not used: {e}"
-    except KeyError:  # a description of an earlier version, which learned nothing
-        pass
+    if (subject := _subject(description)) is not None:
+        try:
+            learned = read_learned(path / LEARNED_NAME, subject)
+            costs = None if learned is None else learned.origin
+        except ValueError as e:
+            costs_problem = f"{LEARNED_NAME} is not used: {e}"
     try:
         cleared = len(Clearings.in_folder(path).counts)
     except StoreError as e:
         salts_problem = str(e)
     return SideFiles(costs, costs_problem, cleared, salts_problem)
+
+
+def _subject(description: Mapping[str, Any]) -> ProfileSubject | None:
+    """Return the model; None for a description of an earlier version, or that no engine wrote."""
+    try:
+        return ProfileSubject.of(description)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None

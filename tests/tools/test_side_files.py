@@ -53,6 +53,32 @@ def described(tmp_path: Path) -> Path:
     return directory.path
 
 
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {"tp_size": []},
+        {"tp_size": None, "quantization": {}},
+        {"tp_size": float("inf")},
+        {"tp_size": "x", "hf_config": 7},
+        {"model_name": "\x1b[2Jgone", "\x1b]0;title\x07": "x", "k" * 9000: 1},
+    ],
+)
+def test_a_description_that_no_engine_wrote_does_no_harm(
+    tmp_path: Path, run: Run, hostile: dict[str, object]
+) -> None:
+    SsdDirectory.open(tmp_path, b"\1" * 32, SLOTS, 4 << 20, {**MODEL_FIELDS, **hostile}).close()
+    (path,) = (x for x in tmp_path.iterdir() if x.is_dir())
+    for command in ("inspect", "verify"):
+        code, out, err = run(command, path)
+        assert code == 0, err
+        assert "\x1b" not in out + err
+        assert len(out) < 5000
+    (tmp_path / "prompt.json").write_text("[1, 2, 3]")
+    code, _, err = run("explain", path, tmp_path / "prompt.json")
+    assert code == 2
+    assert "does not describe its model" in err
+
+
 def test_inspect_shows_what_was_learned_and_cleared(described: Path, run: Run) -> None:
     code, out, _ = run("inspect", described)
     assert code == 0
