@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from hetero_connector.artifacts.record import ChunkRange, Tier
+from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Pinned, PinRefusal
-from tests.store.filling import CHUNK, SLOTS, Bench, Clock, Disk, chain, put, stored, until
+from tests.store.filling import CHUNK, SIZES, SLOTS, Bench, Clock, Disk, chain, put, stored, until
 
 BYTES = sum(SLOTS.values())
 
@@ -85,6 +86,38 @@ def test_a_tenant_pins_a_quarter_and_all_of_them_a_half(clocked: Clocked) -> Non
     assert clocked.pin(chain("unknown", 1)) is PinRefusal.NOT_STORED
     clocked.store.retention.release(lambda _, tenant: tenant == b"t")
     assert isinstance(clocked.pin(chains["c"]), Pinned), "an operator's is bounded by the half"
+
+
+def test_state_that_is_stored_later_is_pinned_within_the_bounds(clocked: Clocked) -> None:
+    kv, window = StateType.DENSE_KV, StateType.WINDOW_SWA
+    one = chain("one", 2)
+    pins = clocked.store.catalog.tiers.timed_pins
+    put(clocked.store, one, {kv: SIZES[kv]})
+    assert isinstance(clocked.pin(one, tenant=b"t"), Pinned)
+    before = pins.size_bytes
+    put(clocked.store, one, {window: SIZES[window]})
+    clocked.press("x")
+    assert [x.tiers.keys() for x in clocked.store.match(one)] == [{kv, window}] * 2
+    assert pins.size_bytes == before + 2 * SLOTS[window] == 2 * BYTES
+
+
+def test_state_that_is_stored_later_is_evicted_where_pins_have_no_room() -> None:
+    kv, window = StateType.DENSE_KV, StateType.WINDOW_SWA
+    clocked = Clocked(dram_chunks=7)
+    whole, bare = chain("whole", 2), chain("bare", 2)
+    pins = clocked.store.catalog.tiers.timed_pins
+    put(clocked.store, whole)
+    put(clocked.store, bare, {kv: SIZES[kv]})
+    assert isinstance(clocked.pin(whole), Pinned)
+    assert isinstance(clocked.pin(bare), Pinned)
+    full = pins.size_bytes
+    assert full == 7 * BYTES / 2
+    put(clocked.store, bare, {window: SIZES[window]})
+    clocked.press("x")
+    assert [x.tiers.keys() for x in clocked.store.match(bare)] == [{kv}] * 2
+    assert pins.size_bytes == full
+    clocked.store.check_integrity()
+    clocked.store.close()
 
 
 def test_a_pin_that_is_refused_leaves_the_one_of_that_name(clocked: Clocked) -> None:

@@ -1,7 +1,8 @@
 """Timed pins: chains that clients and operators keep in place until a time.
 
 Nothing of a pinned chain leaves the tier it is in, whatever the eviction policy says. Pins name the
-chunks that are stored when they begin; chunks that several pins share are counted once. Pins are
+chunks that are stored when they begin, and state of these that is stored later is kept as far as
+the bounds allow; chunks that several pins share are counted once. Pins are
 bounded in bytes, together and for each tenant, so that they fill no tier, and in number. They end
 with the process.
 """
@@ -9,7 +10,7 @@ with the process.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -44,10 +45,12 @@ class _Pin:
 @dataclass
 class _Count:
     pins: int
-    size_bytes: int
-    """The slots of its state, as its first pin began."""
+    kinds: set[StateType]
+    """The state that is kept: what is stored later is added when eviction meets it."""
     tenant: bytes
-    """The tenant of that pin."""
+    """The tenant of its first pin."""
+    is_bounded: bool
+    """True if that pin is within the tenant's share."""
 
 
 class TimedPins:
@@ -112,11 +115,8 @@ class TimedPins:
         """
         chunks = list(_chain(node))
         new_bytes = sum(self._size_bytes(x) for x in chunks if x not in self._counts)
-        own_bytes = self._bytes_by_tenant.get(tenant, 0) + new_bytes
-        if is_bounded and own_bytes > self._capacity_bytes * MOST_PINNED_BY_TENANT:
-            return PinRefusal.TENANT_FULL
-        if self.size_bytes + new_bytes > self._capacity_bytes * MOST_PINNED:
-            return PinRefusal.STORE_FULL
+        if (refusal := self._refusal(new_bytes, tenant, is_bounded=is_bounded)) is not None:
+            return refusal
         pin = _Pin(node, len(chunks), tenant, until_s, is_bounded)
         self._count_up(pin)
         self.remove(name)
@@ -153,9 +153,19 @@ class TimedPins:
         return self._ends.next_s <= now_s
 
     def pass_over(self, artifact: Artifact) -> bool:
-        """Return whether the artifact is pinned; if so eviction has it again when the pin ends."""
-        if artifact.node not in self._counts:
+        """Return whether the artifact is pinned; if so eviction has it again when the pin ends.
+
+        One that was stored after its chunk was pinned is pinned now, if there is room for it.
+        """
+        if (count := self._counts.get(artifact.node)) is None:
             return False
+        kind = artifact.state_type
+        if kind not in count.kinds:
+            size_bytes = self._slot_bytes[kind]
+            if self._refusal(size_bytes, count.tenant, is_bounded=count.is_bounded) is not None:
+                return False
+            count.kinds.add(kind)
+            self._add_bytes(count.tenant, size_bytes)
         self._passed_over.setdefault(artifact.node, {})[artifact] = None
         return True
 
@@ -174,7 +184,7 @@ class TimedPins:
         assert pins == {node: count.pins for node, count in self._counts.items()}
         sizes = Counter[bytes]()
         for count in self._counts.values():
-            sizes[count.tenant] += count.size_bytes
+            sizes[count.tenant] += self._sum(count.kinds)
         assert +sizes == self._bytes_by_tenant
         assert self._passed_over.keys() <= self._counts.keys()
         assert self.size_bytes <= self._capacity_bytes * MOST_PINNED
@@ -184,9 +194,9 @@ class TimedPins:
             if (count := self._counts.get(node)) is not None:
                 count.pins += 1
                 continue
-            size_bytes = self._size_bytes(node)
-            self._counts[node] = _Count(1, size_bytes, pin.tenant)
-            self._add_bytes(pin.tenant, size_bytes)
+            kinds = set(node.artifacts)
+            self._counts[node] = _Count(1, kinds, pin.tenant, pin.is_bounded)
+            self._add_bytes(pin.tenant, self._sum(kinds))
 
     def _count_down(self, pin: _Pin) -> None:
         for node in pin.chain:
@@ -194,13 +204,25 @@ class TimedPins:
             count.pins -= 1
             if not count.pins:
                 del self._counts[node]
-                self._add_bytes(count.tenant, -count.size_bytes)
+                self._add_bytes(count.tenant, -self._sum(count.kinds))
                 for artifact in self._passed_over.pop(node, ()):
                     self._offer(artifact)
 
     def _size_bytes(self, node: Node) -> int:
         """Return the bytes of the slots that the chunk's state takes in a tier."""
-        return sum(self._slot_bytes[kind] for kind in node.artifacts)
+        return self._sum(node.artifacts)
+
+    def _sum(self, kinds: Iterable[StateType]) -> int:
+        return sum(self._slot_bytes[kind] for kind in kinds)
+
+    def _refusal(self, new_bytes: int, tenant: bytes, *, is_bounded: bool) -> PinRefusal | None:
+        """Return why so much more cannot be pinned; None if it can."""
+        own_bytes = self._bytes_by_tenant.get(tenant, 0) + new_bytes
+        if is_bounded and own_bytes > self._capacity_bytes * MOST_PINNED_BY_TENANT:
+            return PinRefusal.TENANT_FULL
+        if self.size_bytes + new_bytes > self._capacity_bytes * MOST_PINNED:
+            return PinRefusal.STORE_FULL
+        return None
 
     def _add_bytes(self, tenant: bytes, size_bytes: int) -> None:
         left = self._bytes_by_tenant.pop(tenant, 0) + size_bytes
