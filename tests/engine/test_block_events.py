@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from examples.checkpoints import write_checkpoint
+from examples.serving import Server, kv_transfer_config
 from hetero_connector.engine.scheduler.idle_steps import Loop
 from tests.engine.event_consumer import Consumer, Subscriber
 from tests.engine.harness import (
+    CHECKPOINTS,
     engine,
     flipped,
     forget,
@@ -23,6 +27,7 @@ from tests.engine.harness import (
     prompt_tokens,
     scheduler_side,
     settle,
+    until,
 )
 
 pytestmark = pytest.mark.engine
@@ -109,6 +114,34 @@ def test_a_router_follows_a_dense_model_through_all_tiers(tmp_path: Path) -> Non
         publish(llm)
         seen = view(subscriber)
         assert (seen.of("CPU"), seen.of("STORAGE")) == (set(), set())
+
+
+def test_after_kill_9_a_router_learns_of_a_chain_with_its_first_request(tmp_path: Path) -> None:
+    prompt = prompt_tokens(600)
+    endpoints = [f"ipc://{tmp_path}/{name}" for name in ("events", "replay")]
+    settings = {"endpoint": endpoints[0], "replay_endpoint": endpoints[1]}
+    extra = {"ssd_dir": str(tmp_path / "ssd"), "ssd_gib": 0.2, "dram_gib": 0.1}
+    server = Server(
+        write_checkpoint("dense", CHECKPOINTS),
+        tmp_path / "server.log",
+        kv_transfer_config({"chunk_tokens": CHUNK, "planner": "always_load", **extra}),
+        {"kv_events_config": json.dumps({"enable_kv_cache_events": True, **settings})},
+    )
+    seen: list[set[int]] = []
+    try:
+        for is_first in (True, False):
+            server.start()
+            with closing(Subscriber(*endpoints)) as subscriber:
+                server.complete(prompt_tokens(40, seed=5), 1)
+                assert tokens_in(view(subscriber), "STORAGE") <= BLOCK, "it knows no tokens yet"
+                reply = server.complete(prompt, 1)
+                until(lambda: tokens_in(view(subscriber), "STORAGE") >= 576, deadline_s=30)
+                assert reply.cached_tokens == (0 if is_first else 576)
+                seen.append(view(subscriber).of("STORAGE"))
+            server.kill()
+    finally:
+        server.kill()
+    assert seen[0] <= seen[1], "the same hashes as before"
 
 
 def test_chunks_without_windows_do_not_count(tmp_path: Path) -> None:

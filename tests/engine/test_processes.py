@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +12,7 @@ import pytest
 from examples.checkpoints import write_checkpoint
 from examples.serving import Server, kv_transfer_config
 from hetero_connector import __version__
+from tests.engine.event_consumer import Consumer, Subscriber
 from tests.engine.harness import (
     CHECKPOINTS,
     delta,
@@ -118,7 +120,21 @@ def test_a_child_of_multi_connector(tmp_path: Path) -> None:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"connectors": [kv_transfer_config(EXTRA), example]},
     }
-    with engine("dense", kv_transfer_config=transfer, disable_hybrid_kv_cache_manager=True) as llm:
+    from vllm.config import KVEventsConfig
+
+    endpoints = [f"ipc://{tmp_path}/{name}" for name in ("events", "replay")]
+    events = KVEventsConfig(
+        enable_kv_cache_events=True, endpoint=endpoints[0], replay_endpoint=endpoints[1]
+    )
+    with (
+        engine(
+            "dense",
+            kv_transfer_config=transfer,
+            kv_events_config=events,
+            disable_hybrid_kv_cache_manager=True,
+        ) as llm,
+        closing(Subscriber(*endpoints)) as subscriber,
+    ):
         cold = generate(llm, PROMPT, max_tokens=8)
         core = llm.llm_engine.engine_core.engine_core
         while core.scheduler.connector.has_pending_push_work():
@@ -127,6 +143,9 @@ def test_a_child_of_multi_connector(tmp_path: Path) -> None:
         assert llm.reset_prefix_cache()
         restored = generate(llm, PROMPT, max_tokens=8)
         ours = core.scheduler.connector._connectors[0]._scheduler
+        router = Consumer()
+        router.apply(subscriber.replay())
+        assert len(router.of("CPU")) * 32 >= 1376, "announced again after the reset"
         assert [a for a in ours.store.catalog.tiers.index.artifacts() if a.uses]
     assert restored.num_cached_tokens == 1376
     assert restored.tokens == cold.tokens == reference.tokens
