@@ -149,7 +149,7 @@ def ratios_of(paths: Mapping[str, Path], scale: float, job: tuple[Case, int]) ->
     """Return the ratios of one case with one seed."""
     case, seed = job
     name = BY_NAME[case.study].trace
-    return dict(simulated(case, trace_of(name, paths[name]), seed, scale))
+    return dict(simulated(case, trace_of(paths[name], arrivals=name == "agents"), seed, scale))
 
 
 def measure(
