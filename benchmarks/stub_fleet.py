@@ -28,6 +28,16 @@ class StubFleet:
 
     def start(self, arguments: Sequence[str], port: int = 0) -> int:
         """Start one more; return its port."""
+        process, port = self._launch(arguments, port)
+        self.processes.append(process)
+        self.ports.append(port)
+        return port
+
+    def restart(self, number: int) -> None:
+        """Start a worker that has ended again, at its port."""
+        self.processes[number], _ = self._launch([], self.ports[number])
+
+    def _launch(self, arguments: Sequence[str], port: int) -> tuple[subprocess.Popen[str], int]:
         command = [sys.executable, "-m", "examples.stub_worker", "--port", str(port), *arguments]
         process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True)
         self._stack.callback(_end, process)
@@ -35,9 +45,7 @@ class StubFleet:
         line = process.stdout.readline()
         if not line.startswith("listening on port"):
             raise RuntimeError("the stub worker did not start")
-        self.processes.append(process)
-        self.ports.append(int(line.split()[-1]))
-        return self.ports[-1]
+        return process, int(line.split()[-1])
 
     def __enter__(self) -> StubFleet:
         return self

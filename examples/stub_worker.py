@@ -129,8 +129,10 @@ class StubConnection(asyncio.Protocol):
             self._send(404, {"detail": "Not Found"})
         elif not request.get("stream"):
             if fault == "cut":
-                self._transport.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n{")
-                self._transport.abort()
+                part = b"x" * (1 + stub.get("padding", 0))
+                head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (2 * len(part))
+                self._transport.write(head + part)
+                self._transport.close()
             elif fault is None:
                 text = " ".join(map(str, range(stub.get("events", 16))))
                 choice = {"index": 0, "text": text, "message": {"content": text}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from io import BytesIO
 from time import monotonic
 
 import aiohttp
@@ -27,6 +28,8 @@ _RESENT = 1
 """A request is sent again so often after a worker that had it was lost: it may be what ended it."""
 _WHOLE_BYTES = 256 * 1024
 """An answer of known length is sent when it is whole, up to this size."""
+_LARGE_BYTES = 1024 * 1024
+"""A larger body is sent in parts, between which other requests go on."""
 _SKIPPED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 """Headers that the client for workers would add."""
 
@@ -203,7 +206,7 @@ class Proxy:
         sending = self._session.request(
             request.method,
             URL(placed.worker.address.url + request.target, encoded=True),
-            data=body or None,
+            data=BytesIO(body) if len(body) > _LARGE_BYTES else body or None,
             headers=CIMultiDict(
                 (name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers
             ),

@@ -1,0 +1,47 @@
+"""The choice among workers: room, failures, and one request that tries again."""
+
+from __future__ import annotations
+
+from ownership.directory.breaker import CircuitBreaker
+from ownership.router.config import WorkerAddress
+from ownership.router.workers import Worker, WorkerSet, WorkerState
+from tests.ownership.router.test_admission import request
+
+
+def workers_of(*names: str) -> tuple[WorkerSet, list[Worker]]:
+    workers = WorkerSet(max_in_flight=2)
+    workers.set_addresses(WorkerAddress(name, f"http://{name}") for name in names)
+    found = list(workers)
+    for worker in found:
+        worker.state = WorkerState.UP
+    return workers, found
+
+
+def test_a_worker_that_lost_a_request_gets_one_after_its_pause_and_no_other() -> None:
+    now_s = 100.0
+    workers, (one, two) = workers_of("one", "two")
+    one.breaker = CircuitBreaker(lambda: now_s)
+    one.breaker.on_failure()
+    assert workers.candidates(request(), ()) == [two]
+    assert workers.room(request()) == 2
+    now_s += 1.0
+    assert workers.candidates(request(), ()) == [one]
+    assert workers.candidates(request(), ()) == [two]
+    one.breaker.on_success()
+    assert workers.candidates(request(), ()) == [one, two]
+
+
+def test_without_any_worker_there_is_no_room_to_wait_for() -> None:
+    workers, (one, two) = workers_of("one", "two")
+    one.state = WorkerState.DOWN
+    two.address = two.address._replace(is_draining=True)
+    assert workers.room(request()) is None
+    assert workers.candidates(request(), ()) == []
+
+
+def test_a_worker_that_stays_keeps_what_is_known_of_it() -> None:
+    workers, (one, _) = workers_of("one", "two")
+    workers.set_addresses([WorkerAddress("three", "http://three"), one.address])
+    assert {x.name: x.state for x in workers} == {"one": "up", "three": "unknown"}
+    workers.set_addresses([WorkerAddress("one", "http://moved")])
+    assert [x.state for x in workers] == ["unknown"]
