@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ownership.router.identity import ModelTokenizer
@@ -44,6 +45,14 @@ PROBES: tuple[tuple[Kind, str, Mapping[str, Any]], ...] = (
 """Requests that `/tokenize` takes, too. A template that knows no tools refuses the last."""
 
 
+def _base_models(answer: object) -> frozenset[str]:
+    """Return all names of the model without an adapter: adapters have a parent."""
+    cards = answer.get("data") if isinstance(answer, Mapping) else None
+    if not isinstance(cards, list) or not all(isinstance(x, Mapping) for x in cards):
+        raise ValueError("the answer about models lists none")
+    return frozenset(str(x.get("id")) for x in cards if x.get("parent") is None)
+
+
 class Checks:
     """Checks servers at their start and by samples. Used on the event loop."""
 
@@ -56,6 +65,9 @@ class Checks:
         if not isinstance(answer, Mapping) or not isinstance(answer.get("engines"), list):
             raise ValueError("the answer about chains names no engines")
         engines = [PublishedChain.of(x) for x in answer["engines"] if "error" not in x]
+        if engines:
+            names = _base_models(await ask("GET", "/v1/models", None))
+            engines = [replace(x, base_models=x.base_models | names) for x in engines]
         self._views.fleet.told(server, engines, now_s)
 
     async def probe(self, server: str, ask: Ask) -> list[Reason]:

@@ -259,6 +259,9 @@ class Server:
         if path == "/v1/heterocache/chain":
             answer = {**ANSWER, "engine": {**ANSWER["engine"], "pid": self.pid}}
             return {"engines": [answer, {"error": "gone"}], "count": 2}
+        if path == "/v1/models":
+            cards = [("served", None), ("alias", None), ("lora", "served"), ("new", "served")]
+            return {"data": [{"id": name, "parent": parent} for name, parent in cards]}
         if path.startswith("/v1/heterocache/requests/"):
             if path.rpartition("/")[2] not in self.reports:
                 raise ValueError("404")
@@ -294,6 +297,17 @@ def test_probes_find_another_tokenizer_and_another_template() -> None:
         told = fleet.find(talk, "/v1/chat/completions").reasons
         assert told == (("tokens_differ",) if differences else ())
         assert fleet.find({**talk, "max_tokens": 5}, "/v1/messages").reasons == ("unchecked",)
+    fleet.views.close()
+
+
+def test_all_names_of_the_model_are_known() -> None:
+    fleet, server = Fleet(), Server(model_tokenizer("llama3"))
+    asyncio.run(Checks(fleet.views).refresh("http://one", server.ask, 0.0))
+    plain = fleet.find({"prompt": TEXT}).chains.keys()
+    for name in ("m", "served", "alias"):
+        assert fleet.find({"prompt": TEXT, "model": name}).chains.keys() == plain
+    assert fleet.find({"prompt": TEXT, "model": "lora"}).chains.keys() != plain
+    assert "adapter_unknown" in fleet.find({"prompt": TEXT, "model": "new"}).reasons
     fleet.views.close()
 
 
