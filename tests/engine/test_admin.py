@@ -21,7 +21,8 @@ import pytest
 from examples.checkpoints import write_checkpoint
 from examples.serving import Server, kv_transfer_config
 from hetero_connector.artifacts.record import ChunkKey
-from hetero_connector.engine.scheduler.session_book import session_key, session_name
+from hetero_connector.engine.scheduler.session_book import session_name
+from hetero_connector.session_ids import session_key
 from ownership.directory import MemoryDirectory
 from ownership.router.identity import (
     ChainCache,
