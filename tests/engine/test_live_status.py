@@ -101,10 +101,14 @@ def test_what_another_process_has_reported_is_not_reported_again() -> None:
 def test_it_is_bounded(engine: SocketEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "_LIVE_SESSIONS", 2)
     monkeypatch.setattr(status, "_LIVE_DECISIONS", 3)
+    pin = {"kv_transfer_params": {"heterocache": {"pin_s": 60}}}
     for number in range(5):
-        engine.serve(FakeRequest(f"r{number}", tokens(70, seed=number), session_id=f"s{number}"))
+        prompt = tokens(70, seed=number)
+        params = {} if number else pin
+        engine.serve(FakeRequest(f"r{number}", prompt, session_id=f"s{number}", **params))
     told = live(engine)
     assert [x["request_id"] for x in told["decisions"]] == ["r2", "r3", "r4"]
+    assert (told["pins"]["count"], told["pins"]["first_to_end"]) == (1, [])
     assert len(told["sessions"]) == 2
     monkeypatch.setattr(status, "_LIVE_CHUNKS", 0)
     assert live(engine)["sessions"] == []

@@ -30,7 +30,7 @@ _LIVE_ENGINE = (
 )
 _LIVE_SESSION = (
     *("session", "turns", "tokens", "is_running", "idle_s", "expected_in_s"),
-    *("resumable_tokens", "chunks_by_tier"),
+    *("pinned_for_s", "resumable_tokens", "chunks_by_tier"),
 )
 _LIVE_DECISION = (
     *("request_id", "time", "choice", "reason"),
@@ -88,7 +88,7 @@ class EngineStatus:
     def status(self) -> dict[str, Any]:
         """Return everything."""
         return {
-            **self._summarise(),
+            **self._summarise(_PINS_LISTED),
             "decisions": self._recent(),
             "costs": self._profile().as_json(),
         }
@@ -97,7 +97,7 @@ class EngineStatus:
         """Return what the live page and `top` show: they ask every second, so no more than that."""
         sessions = self._describe_sessions(_LIVE_SESSIONS, _LIVE_CHUNKS)
         return {
-            **self._summarise(),
+            **self._summarise(0),
             "engine": _only(_LIVE_ENGINE, self._about),
             "sessions": [_only(_LIVE_SESSION, x) for x in sessions],
             "decisions": [_only(_LIVE_DECISION, x) for x in self._recent(_LIVE_DECISIONS)],
@@ -110,7 +110,7 @@ class EngineStatus:
             "sessions": self._describe_sessions(_SESSIONS_LISTED, _CHUNKS_LOOKED_AT),
         }
 
-    def _summarise(self) -> dict[str, Any]:
+    def _summarise(self, num_pins: int) -> dict[str, Any]:
         joined = self._recorder.gauge("heterocache_directory_joined")
         return {
             **self._begin(),
@@ -124,7 +124,7 @@ class EngineStatus:
                 **self._activity(),
                 "reading_bytes": {t.value: n for t, n in self._store.reading_bytes.items()},
             },
-            "pins": self._describe_pins(),
+            "pins": self._describe_pins(num_pins),
             "tiers": [
                 {
                     "tier": x.tier.value,
@@ -145,8 +145,8 @@ class EngineStatus:
             counts[name].append({**labels, "count": int(count)})
         return counts
 
-    def _describe_pins(self) -> dict[str, Any]:
-        """Describe what pins keep, and those of them that end first."""
+    def _describe_pins(self, count: int) -> dict[str, Any]:
+        """Describe what pins keep, and the `count` pins that end first."""
         use, clock_s = self._store.retention.pins(), self._store.catalog.clock()
         return {
             "count": len(use.pins),
@@ -162,7 +162,7 @@ class EngineStatus:
                     "tenant": x.tenant.hex(),
                     "tenant_bytes": use.bytes_by_tenant.get(x.tenant, 0),
                 }
-                for x in nsmallest(_PINS_LISTED, use.pins, key=lambda x: x.until_s)
+                for x in nsmallest(count, use.pins, key=lambda x: x.until_s)
             ],
         }
 
