@@ -22,18 +22,22 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.measure import RESULTS
 from benchmarks.research.belady import belady_hits, policy_hits
 from benchmarks.research.bound import oracle_result
+from benchmarks.sessions_per_gpu import sessions_per_gpu
 from benchmarks.simulated_studies import GPUS, ORACLE, STUDIES, Study, StudyPoint
 from benchmarks.simulator import fleet_of
 from hetero_connector.units import GIB
 from ownership.simulator.fleet_file import FleetSpec
+from ownership.simulator.machine.costs import COMPUTE, H200, derived_costs, roofline_of
 from ownership.simulator.policies import parse_policy
 from ownership.simulator.simulate import simulate
 from ownership.simulator.state.chunks import chunk_runs
 from ownership.simulator.state.memory import EVICTIONS
-from ownership.simulator.sweeps.report import about, as_markdown, as_table, rows, setting_of
+from ownership.simulator.sweeps.report import Row, about, as_markdown, as_table, rows, setting_of
 from ownership.simulator.sweeps.running import RESULTS_FORMAT, ResultFile, run
 from ownership.simulator.traces.block_runs import BlockRuns
 from ownership.simulator.traces.readers import open_trace
@@ -43,6 +47,7 @@ OVER_ORACLE = "task_wait_mean_s_over_oracle"
 _KEPT = ("model", "caveats", "blocks")
 """A line of results has these parts of a result besides its figures."""
 _CHUNK_TOKENS = 512
+_MOST_POPULATION = 1_024
 _REPLAYED = {"agents": 60, "mooncake": 6_000}
 """Sessions in the replay of eviction policies."""
 _SHARES_OF_CACHE = (0.05, 0.2, 0.5)
@@ -84,12 +89,44 @@ def simulated(paths: Mapping[str, Path], point: StudyPoint) -> dict[str, Any]:
 def result_of(study: Study, trace: Trace, point: StudyPoint) -> dict[str, Any]:
     """One simulation of a trace that has been read, or the bound."""
     fleet = fleet_for(study, point.workers or 1)
+    if point.costs is not None:
+        fleet = with_costs(fleet, point.costs)
+    if study.first_population is not None and point.population is None:
+        return capacity_of(study, trace, point)
     if point.policy == ORACLE:
         found = oracle_result(point.policy, trace, fleet, point.workload)
     else:
         found = simulate(trace, fleet, parse_policy(point.policy), point.workload).as_json()
     figures = {name: float(f"{value:.6g}") for name, value in found["figures"].items()}
     return {**{name: found[name] for name in _KEPT if name in found}, "figures": figures}
+
+
+def capacity_of(study: Study, trace: Trace, point: StudyPoint) -> dict[str, Any]:
+    """The most sessions for each GPU whose requests keep the objectives."""
+    found: dict[str, Any] = {}
+
+    def share_at(population: int) -> float:
+        found.update(result_of(study, trace, replace(point, population=population)))
+        return float(found["figures"]["attained_share"])
+
+    first, gpus = study.first_population or 1, GPUS[study.model]
+    figures = sessions_per_gpu(share_at, gpus, first, _MOST_POPULATION)
+    return {**{name: found[name] for name in ("model", "caveats")}, "figures": dict(figures)}
+
+
+def with_costs(fleet: FleetSpec, changed: str) -> FleetSpec:
+    """A fleet of which one coefficient is another; machines and policies have it."""
+    name, _, text = changed.partition("=")
+    model, gpus, factor = fleet.model_name, fleet.model.tp_size, float(text)
+    roofline, hardware = roofline_of(H200, gpus, fleet.model, COMPUTE[model]), H200
+    if hasattr(roofline, name):
+        roofline = replace(roofline, **{name: factor * getattr(roofline, name)})
+    else:
+        link = f"{name}_bandwidth"
+        hardware = replace(H200, **{link: getattr(H200, link) / factor})
+    costs = derived_costs(hardware, gpus, fleet.model, roofline, fleet.limits.step_tokens)
+    workers = (replace(worker, costs=costs, roofline=roofline) for worker in fleet.workers)
+    return replace(fleet, workers=tuple(workers))
 
 
 def over_oracle(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -164,7 +201,33 @@ def digest(paths: Mapping[str, Path]) -> str:
 
 def report(results: Sequence[Mapping[str, Any]], command: str) -> str:
     """All tables of a campaign."""
-    return as_markdown(rows(over_oracle(results)), about(results, command), "Simulated fleets")
+    table = rows(over_oracle(results))
+    text = as_markdown(table, about(results, command), "Simulated fleets")
+    lines = rankings(table)
+    return text + "\n" + "\n".join(lines) if lines else text
+
+
+def rankings(table: Sequence[Row]) -> list[str]:
+    """The order of policies by a task's waiting, where costs were changed and where not."""
+    waits: dict[Any, dict[str, float]] = {}
+    for row in table:
+        if "task_wait_mean_s" in row.figures:
+            waits.setdefault(row.setting, {})[row.policy] = row.figures["task_wait_mean_s"]
+    cells = [["costs", "rank correlation", "best policy"]]
+    for setting, found in waits.items():
+        place = dict(setting)
+        base = waits.get(tuple(x for x in setting if x[0] != "costs"), {})
+        if "costs" in place and base.keys() == found.keys():
+            best = min(found, key=found.__getitem__)
+            pair = [list(base.values()), [found[policy] for policy in base]]
+            cells.append([place["costs"], f"{rank_correlation(*pair):.3f}", best])
+    return ["## Ranking under other costs", "", *as_table(cells), ""] if cells[1:] else []
+
+
+def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
+    """Spearman's coefficient of values without ties."""
+    ranks = np.array([np.argsort(np.argsort(values)) for values in (x, y)])
+    return float(np.corrcoef(ranks)[0, 1])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

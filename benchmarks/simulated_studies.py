@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from ownership.scheduling.registry import POOLED
+from ownership.simulator.policies import TERMS
 from ownership.simulator.sweeps.running import Point
 
 DENSE, HYBRID = "llama-3.1-8b", "deepseek-v4-flash"
@@ -19,6 +20,15 @@ SCHEDULING = (
 )  # fmt: skip
 LOADED = tuple(policy for policy in SCHEDULING if policy != ORACLE)
 """Without the bound: it is for all requests, not for a window, and for starts that are known."""
+CAPACITY = (
+    "ownerserve", "ownerserve+state=paged", "ownerserve+tiers=gpu",
+    "ownerserve+state=paged+tiers=gpu", "prefix_aware", "prefix_aware+tiers=gpu",
+)  # fmt: skip
+"""Typed state, state paged as if every layer needed all tokens, and the GPU's state alone."""
+COSTS = (
+    "launch_s", "weights_s", "token_s", "pair_s", "context_s", "pcie", "ssd_read", "rdma",
+)  # fmt: skip
+"""Coefficients of machines, which policies know: of a `Roofline`, and a link's seconds per byte."""
 CACHES = (
     "colocated", "colocated+checkpoints=full", "colocated+checkpoints=periodic:4",
     "colocated+checkpoints=zero", "colocated+eviction=lru", "colocated+eviction=value",
@@ -32,6 +42,7 @@ class StudyPoint(Point):
     """One simulation of a study."""
 
     study: str = ""
+    costs: str | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,8 @@ class Setting:
     begin_s: float | None = None
     """The window that figures are of."""
     end_s: float | None = None
+    costs: str | None = None
+    """A coefficient of `COSTS` and its factor, as `token_s=1.5`."""
 
     def scaled(self, scale: float) -> Setting:
         """Return a smaller one: fewer sessions, or a shorter window."""
@@ -75,6 +88,8 @@ class Study:
     dram_gib: float = 256.0
     ssd_gib: float = 2048.0
     seeds: Sequence[int] = SEEDS
+    first_population: int | None = None
+    """If given, the study searches for the largest population for each worker, from this one on."""
 
     def points(self, scale: float = 1.0) -> Iterator[StudyPoint]:
         """Every simulation; `scale`: of the numbers of sessions, or of the window.
@@ -150,6 +165,26 @@ STUDIES = (
             for sessions in (25, 50, 100, 200)
         ],
         LOADED,
+    ),
+    *(
+        Study(
+            f"agents-capacity-{name}", "agents", model,
+            [Setting(2, sharing=0.5, begin_s=900.0, end_s=1_800.0)], CAPACITY,
+            seeds=(0, 1), first_population=first,
+        )
+        for name, model, first in (("hybrid", HYBRID, 48), ("dense", DENSE, 8))
+    ),
+    Study(
+        "mooncake-terms", "mooncake", DENSE, [Setting(4, 3.3, 2_000)],
+        ("ownerserve", *(f"ownerserve+without={term}" for term in TERMS)),
+    ),
+    Study(
+        "mooncake-costs", "mooncake", DENSE,
+        [
+            Setting(4, 3.3, 2_000, costs=costs)
+            for costs in (None, *(f"{name}={x:g}" for name in COSTS for x in (0.5, 1.5)))
+        ],
+        LOADED, seeds=(0,),
     ),
     Study("mooncake-hybrid", "mooncake", HYBRID, [Setting(4, 6.0, 2_000)]),
     Study(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from hetero_connector.errors import SimulationError
 from hetero_connector.planner.planner import Mode
 from ownership.scheduling.admission import GatedPolicy, TtftObjective
+from ownership.scheduling.decision import PlacementAction
 from ownership.scheduling.dynamo import Dynamo
 from ownership.scheduling.fleet import Role
 from ownership.scheduling.ownerserve import OwnerServe
@@ -21,6 +22,34 @@ from ownership.simulator.routers import VIEWS, Knowledge
 from ownership.simulator.state.memory import EVICTIONS
 
 _LIMIT = 1e12
+
+
+def _free(**weights: float) -> Callable[[OwnerServe], OwnerServe]:
+    return lambda policy: replace(policy, weights=replace(policy.weights, **weights))
+
+
+def _staying(*actions: PlacementAction) -> Callable[[OwnerServe], OwnerServe]:
+    def changed(policy: OwnerServe) -> OwnerServe:
+        moves = {step: allowed - {*actions} for step, allowed in policy.moves.items()}
+        return replace(policy, moves=moves)
+
+    return changed
+
+
+TERMS: Mapping[str, Callable[[OwnerServe], OwnerServe]] = {
+    "memory": _free(hbm_s_per_gib_s=0.0),
+    "stalls": _free(stall=0.0),
+    "copies": _free(copy=0.0),
+    "remote": _staying(PlacementAction.REMOTE_PREFILL),
+    "fetch": _staying(PlacementAction.ARTIFACT_FETCH),
+    "migration": _staying(PlacementAction.STATE_MIGRATION),
+    "moves": _staying(
+        PlacementAction.REMOTE_PREFILL,
+        PlacementAction.ARTIFACT_FETCH,
+        PlacementAction.STATE_MIGRATION,
+    ),
+}
+"""Parts of `ownerserve`, each by the policy without it: prices, and moves over the network."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +76,8 @@ class PolicySpec:
     handoffs: str = "chunks"
     """`chunks`: a remote prefill is handed off at the end of its last full chunk; `tokens`: at its
     last token or just before, as engines do (`ModelSpec.handoff_end`)."""
+    without: tuple[str, ...] = ()
+    """The parts of `TERMS` that `ownerserve` does without. May be given several times."""
     copies: float | None = None
     """The price of duplicates under `ownerserve` (`PlacementWeights.copy`); None: the default."""
     prefill_scale: float | None = None
@@ -63,6 +94,9 @@ class PolicySpec:
         policy = scheduling_policy(self.scheduling, rng)
         if self.copies is not None and isinstance(policy, OwnerServe):
             policy = replace(policy, weights=replace(policy.weights, copy=self.copies))
+        for term in self.without:
+            assert isinstance(policy, OwnerServe), "the option is of ownerserve only"
+            policy = TERMS[term](policy)
         if isinstance(policy, Dynamo):
             policy.affinity = self.affinity == "session"
             policy.prefill_scale = self.prefill_scale or policy.prefill_scale
@@ -114,6 +148,9 @@ def parse_policy(text: str) -> PolicySpec:
     if spec.prefillers is not None and scheduling not in POOLED:
         problem = f"{scheduling} has no pools; {', '.join(POOLED)} have"
         raise SimulationError(f"policy {text!r}", problem, "prefillers")
+    if spec.without and scheduling != "ownerserve":
+        problem = f"{scheduling} has no such option, only ownerserve has"
+        raise SimulationError(f"policy {text!r}", problem, "without")
     _check_knowledge(spec)
     return spec
 
@@ -124,6 +161,8 @@ def _with(spec: PolicySpec, name: str, value: str) -> PolicySpec:
         raise _unknown(spec.text, f"no option {name!r}", _OPTIONS)
     field_name = "ttft_objective_s" if name == "ttft" else name
     changed: dict[str, Any] = {field_name: read(spec.text, name, value)}
+    if name == "without":
+        changed["without"] = (*spec.without, changed["without"])
     if name in CachePolicy._fields:
         return replace(spec, cache=spec.cache._replace(**changed))
     if name in Knowledge._fields:
@@ -212,6 +251,12 @@ def _count(text: str, name: str, value: str) -> int:
     return int(value)
 
 
+def _term(text: str, name: str, value: str) -> str:
+    if value not in TERMS:
+        raise _unknown(text, f"{name} is {value!r}", TERMS)
+    return value
+
+
 _OPTIONS: dict[str, Callable[[str, str, str], object]] = {
     "checkpoints": _checkpoints,
     "eviction": _one_of(*EVICTIONS),
@@ -228,6 +273,7 @@ _OPTIONS: dict[str, Callable[[str, str, str], object]] = {
     "lost_reports": _share,
     "routers": _count,
     "deltas": _from_0,
+    "without": _term,
     "copies": _above_0,
     "prefill_scale": _above_0,
     "affinity": _one_of("none", "session"),

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import simulated_fleets
-from benchmarks.simulated_fleets import BY_NAME, evictions, main, report
-from benchmarks.simulated_studies import DENSE, STUDIES, Setting, Study
+from benchmarks.simulated_fleets import (
+    BY_NAME,
+    evictions,
+    fleet_for,
+    main,
+    rank_correlation,
+    rankings,
+    report,
+    result_of,
+    with_costs,
+)
+from benchmarks.simulated_studies import COSTS, DENSE, STUDIES, Setting, Study, StudyPoint
+from hetero_connector.artifacts.record import Tier
+from ownership.simulator.sweeps.report import Row
 from tests.ownership.simulator.small_fleets import agents
 
 STUDY = Study(
@@ -111,3 +124,38 @@ def test_the_report_says_how_it_was_made() -> None:
     assert "--studies small`" in text
     assert "- Invented." in text
     assert "| TTFT mean, s | 0.500 |" in text
+
+
+def test_the_most_sessions_of_a_gpu_are_searched_for() -> None:
+    study = Study("capacity", "agents", DENSE, (), first_population=2)
+    point = StudyPoint("colocated", workers=1, begin_s=50.0, end_s=150.0, study="capacity")
+    found = result_of(study, agents(12), point)["figures"]
+    assert 0 < found["sessions_per_gpu_99"] <= found["sessions_per_gpu_90"] < 1_024
+    late = result_of(study, agents(12), replace(point, costs="weights_s=8"))["figures"]
+    assert late["sessions_per_gpu_90"] < found["sessions_per_gpu_90"]
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_each_coefficient_can_be_changed(name: str) -> None:
+    fleet = fleet_for(STUDY, 1)
+    same, other = (with_costs(fleet, f"{name}={x}") for x in (1.0, 1.5))
+    tiers = [
+        [costs.load.rates(tier).ahead_s_per_byte for tier in Tier]
+        for costs in (x.workers[0].costs for x in (fleet, same, other))
+    ]
+    assert (same.workers[0].roofline, tiers[1]) == (fleet.workers[0].roofline, tiers[0])
+    assert (other.workers[0].roofline, tiers[2]) != (fleet.workers[0].roofline, tiers[0])
+
+
+def test_the_order_of_policies_is_compared_under_other_costs() -> None:
+    def row(policy: str, wait_s: float, **setting: str) -> Row:
+        return Row(policy, tuple(setting.items()), (0,), {"task_wait_mean_s": wait_s}, {}, None)
+
+    base = [row(name, wait_s) for name, wait_s in (("a", 1.0), ("b", 2.0), ("c", 3.0))]
+    same = [row(x.policy, 2 * x.figures["task_wait_mean_s"], costs="token_s=1.5") for x in base]
+    other = [row(x.policy, -x.figures["task_wait_mean_s"], costs="rdma=0.5") for x in base]
+    lines = rankings([*base, *same, *other])
+    assert "| token_s=1.5 | 1.000 | a |" in lines
+    assert "| rdma=0.5 | -1.000 | c |" in lines
+    assert rankings(base) == []
+    assert rank_correlation([1.0, 2.0, 3.0], [1.0, 3.0, 2.0]) == pytest.approx(0.5)

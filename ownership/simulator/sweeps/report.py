@@ -70,7 +70,7 @@ def _ratios(
     """Compare with the reference, unless it is the same or one of both refused requests."""
     both = [*found, *reference]
     seeds = [[x["point"]["seed"] for x in side] for side in (found, reference)]
-    is_fair = all("blocks" in x and not x["figures"]["refused"] for x in both)
+    is_fair = all("blocks" in x and not x["figures"].get("refused") for x in both)
     if found is reference or not is_fair or seeds[0] != seeds[1]:
         return {}
     ours, theirs = ([BlockSums(**x["blocks"]) for x in side] for side in (found, reference))

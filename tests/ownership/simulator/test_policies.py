@@ -12,7 +12,7 @@ from ownership.scheduling.fleet import Role
 from ownership.scheduling.ownerserve import OwnerServe
 from ownership.scheduling.predicted_latency import PredictedLatency
 from ownership.simulator.machine.worker import CachePolicy
-from ownership.simulator.policies import parse_policy
+from ownership.simulator.policies import TERMS, parse_policy
 from tests.ownership.simulator.small_fleets import fleet
 
 
@@ -99,3 +99,16 @@ def test_an_error_names_what_is_wrong(text: str, problem: str) -> None:
         parse_policy(text)
     assert problem in str(raised.value)
     assert repr(text) in str(raised.value)
+
+
+def test_ownerserve_without_its_terms() -> None:
+    policy = parse_policy("ownerserve+without=stalls+without=moves").scheduler(random.Random(0))
+    assert isinstance(policy, OwnerServe)
+    assert (policy.weights.stall, policy.weights.copy) == (0.0, OwnerServe().weights.copy)
+    assert not any(policy.moves.values())
+    for term, without in TERMS.items():
+        assert without(OwnerServe()) != OwnerServe(), term
+    with pytest.raises(SimulationError, match="colocated has no such option, only ownerserve"):
+        parse_policy("colocated+without=moves")
+    with pytest.raises(SimulationError, match="without is 'luck'; there are memory"):
+        parse_policy("ownerserve+without=luck")

@@ -109,6 +109,16 @@ def test_two_windows_add_up_to_the_whole() -> None:
     assert busy_s == pytest.approx(whole.busy_share * whole.span_s)
 
 
+def test_a_constant_population_ends_with_its_window() -> None:
+    first = prompt(0, 2_048, output=20)
+    later = replace(prompt(0, 4_096, output=20), parent=0, think_s=10_000.0)
+    trace = trace_of(Session("a", (first, later), 0.0))
+    found = served(trace, Workload(population=1, window=Window(0, 100)))
+    assert (found.requests, found.sessions) == (1, 0)
+    late = served(trace, Workload(population=1, window=Window(9_000, 10_100)))
+    assert late.sessions == 1  # it began before the window
+
+
 def test_the_halves_of_a_trace_are_its_sessions() -> None:
     trace = agents(7)
     halves = [list(Workload(half=half).trace(trace)) for half in ("first", "second")]
