@@ -19,6 +19,7 @@ from hetero_connector.artifacts.chain import RequestChain
 from hetero_connector.artifacts.record import ROOT, ChunkKey, Tier
 from hetero_connector.engine.messages import WorkerReport
 from hetero_connector.engine.scheduler.block_events import EventGroup
+from hetero_connector.engine.scheduler.clearings import Clearings
 from hetero_connector.engine.scheduler.request_identifier import RequestIdentity, extra_keys
 from hetero_connector.engine.scheduler.weight_updates import Weights
 from hetero_connector.planner.checkpoints import CheckpointPolicy, Full, Zero
@@ -84,7 +85,8 @@ class Router:
     def _learn(self, request: FakeRequest) -> None:
         hashes = [int(maybe_convert_block_hash(x)) for x in request.block_hashes]  # type: ignore[arg-type]
         identity = RequestIdentity()
-        chain = RequestChain(self.engine.side.root.hasher, extra_keys(request, identity))  # type: ignore[arg-type]
+        extra = extra_keys(request, identity, Clearings())  # type: ignore[arg-type]
+        chain = RequestChain(self.engine.side.root.hasher, extra)
         chain.extend(request.all_token_ids)
         for end in range(BLOCK, request.num_tokens + 1, BLOCK):
             chunk = chain.ending_at(end)
