@@ -6,6 +6,8 @@
 - `workers` says which workers there are and what each has under way; `discovery` finds them,
   `probes` asks if they serve.
 - `config` is the file, `doors` the paths and their errors, `metrics` what is counted.
+- `policy_placer` places by `ownership.scheduling`: `figures` are the workers' own costs, `opening`
+  makes it from the configuration, `decision_log` writes what it decided.
 - `identity`: a request's tokens, and the names of its chunks, as the workers' connectors have them.
 - `view`: which worker has how much of a request's state, and how sure that is.
 

@@ -6,6 +6,7 @@ import aiohttp
 from starlette.types import Send
 
 from ownership.router.doors import Api, Refusal, error_body, error_event
+from ownership.router.placer import Placed
 
 _EVENT_BYTES = 1024 * 1024
 """Events are sent whole, up to this size."""
@@ -27,14 +28,16 @@ class Answer:
         self.num_events = 0
         """Events sent."""
 
-    async def start(self, response: aiohttp.ClientResponse, worker: str) -> None:
-        """Send the head of a worker's answer, and the worker's name."""
+    async def start(self, response: aiohttp.ClientResponse, placed: Placed) -> None:
+        """Send the head of a worker's answer, the worker's name, and how it was chosen."""
         is_stream = response.content_type == "text/event-stream"
         self._has_events = is_stream and "Content-Encoding" not in response.headers
         raw = response.raw_headers
         headers = [(name.lower(), value) for name, value in raw]
         headers = [x for x in headers if x[0] not in _OF_CONNECTION]
-        headers.append((b"x-heterocache-worker", worker.encode()))
+        headers.append((b"x-heterocache-worker", placed.worker.name.encode()))
+        if placed.certainty:
+            headers.append((b"x-heterocache-placement", _description(placed)))
         await self._start(response.status, headers)
 
     async def send(self, part: bytes) -> None:
@@ -89,3 +92,11 @@ class Answer:
         self._held = data[end:]
         self.num_events += data.count(b"data:", 0, end)
         return data[:end] if self._held else data
+
+
+def _description(placed: Placed) -> bytes:
+    """Return a placement as a header: `degraded; action=artifact_fetch; reasons="unchecked"`."""
+    text = placed.certainty
+    text += f"; action={placed.action}" if placed.action else ""
+    text += f'; reasons="{" ".join(placed.reasons)}"' if placed.reasons else ""
+    return text.encode()

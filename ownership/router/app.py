@@ -19,7 +19,8 @@ from ownership.router.config import RouterConfig
 from ownership.router.discovery import Discovery
 from ownership.router.doors import Api, error_body
 from ownership.router.metrics import RouterMetrics
-from ownership.router.placer import LeastLoaded, Placer
+from ownership.router.opening import open_placer
+from ownership.router.placer import Placer
 from ownership.router.probes import Prober
 from ownership.router.proxy import Proxy
 from ownership.router.requests import NO_KEY, has_key
@@ -31,8 +32,8 @@ _CONNECT_S = 5.0
 
 
 def make_app(config: RouterConfig, placer: Placer | None = None) -> Starlette:
-    """Return the application. `placer`: None for the worker with the fewest requests."""
-    router = _Router(config, placer or LeastLoaded())
+    """Return the application. `placer`: None for that of the configured policy."""
+    router = _Router(config, placer)
     routes = [
         Route("/health", router.health),
         Route("/ready", router.ready),
@@ -46,7 +47,7 @@ def make_app(config: RouterConfig, placer: Placer | None = None) -> Starlette:
 class _Router:
     """The parts of one process."""
 
-    def __init__(self, config: RouterConfig, placer: Placer) -> None:
+    def __init__(self, config: RouterConfig, placer: Placer | None) -> None:
         self._config, self._placer = config, placer
         self._workers = WorkerSet(config.max_in_flight)
         self._metrics = RouterMetrics()
@@ -58,7 +59,11 @@ class _Router:
             session = await stack.enter_async_context(_session(self._config))
             prober = Prober(self._workers, session, self._config)
             stack.push_async_callback(prober.close)
-            self._proxy = Proxy(self._config, self._workers, self._placer, session, self._metrics)
+            placer = self._placer
+            if placer is None:
+                opening = open_placer(self._config, self._workers, session)
+                placer = await stack.enter_async_context(opening)
+            self._proxy = Proxy(self._config, self._workers, placer, session, self._metrics)
             self._workers.on_change += [prober.follow, self._show_workers]
             discovery = Discovery(self._config, self._workers)
             await discovery.look()

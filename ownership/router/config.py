@@ -18,7 +18,11 @@ from hetero_connector import config_values as values
 from hetero_connector.config import Key, declare, keys_of, nearest
 from hetero_connector.errors import ConfigError, RouterConfigError
 from hetero_connector.units import MIB
+from ownership.scheduling.registry import DEFAULT_POLICY, POLICIES, POOLED
 
+LEAST_LOADED = "least_loaded"
+WHOLE_POLICIES = tuple(name for name in POLICIES if not POOLED.get(name))
+"""The policies that can send each request to one worker."""
 _SOURCES = ("workers", "workers_file", "workers_dns")
 
 
@@ -86,6 +90,18 @@ def worker_list(key: str, value: object) -> tuple[WorkerAddress, ...]:
         is_draining = values.boolean(f"{place}.drain", given.get("drain", False))
         found[name] = WorkerAddress(name, url, is_draining)
     return tuple(found.values())
+
+
+def _model(key: str, value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(key, f"expected a path or the name of a repository, got {value!r}")
+    return value
+
+
+def _new_file(key: str, value: object) -> Path:
+    if not isinstance(value, str) or not value or not Path(value).expanduser().parent.is_dir():
+        raise ConfigError(key, f"expected a file in a folder that exists, got {value!r}")
+    return Path(value).expanduser()
 
 
 def _dns(key: str, value: object) -> str:
@@ -157,6 +173,41 @@ class RouterConfig:
         "",
         unset="none",
     )
+    model_path: str = declare(
+        "path or repository",
+        _model,
+        "The workers' model, on this machine: its tokenizer and chat template; no weights are "
+        "read. With it, the router knows which chunks a prompt consists of",
+        "",
+        unset="none: only prompts of token ids are known",
+    )
+    directory: str = declare(
+        "URL",
+        values.fleet_directory,
+        "The workers' own `directory`, which says who has which chunks",
+        "",
+        unset="none",
+    )
+    directory_s: float = declare(
+        "number > 0",
+        values.number,
+        "Seconds in which the directory must answer. A request is placed without it afterwards",
+        0.05,
+    )
+    policy: str = declare(
+        "name",
+        values.one_of(LEAST_LOADED, *WHOLE_POLICIES),
+        f"What chooses a worker: {', '.join(f'`{x}`' for x in (LEAST_LOADED, *WHOLE_POLICIES))}",
+        "",
+        unset="`ownerserve` with `model_path` or `directory`, else `least_loaded`",
+    )
+    decisions: Path | None = declare(
+        "path",
+        _new_file,
+        "A file that gets a line of JSON for each request that a policy has placed",
+        None,
+        unset="none",
+    )
     host: str = declare("address", values.worker_name, "Address to listen at", "0.0.0.0")
     port: int = declare("port", _port, "Port to listen at", 8080)
     api_keys: tuple[bytes, ...] = declare(
@@ -223,6 +274,13 @@ class RouterConfig:
         "Seconds that requests under way get when the router is told to end",
         60.0,
     )
+
+    @property
+    def policy_name(self) -> str:
+        """The policy, if none was given the one that the other keys make possible."""
+        return self.policy or (
+            DEFAULT_POLICY if self.model_path or self.directory else LEAST_LOADED
+        )
 
     @property
     def max_body_bytes(self) -> int:

@@ -30,6 +30,14 @@ class RouterMetrics:
             "cut", "Answers that ended with an error after their first byte, by worker", ["worker"]
         )
         self.left = counter("clients_left", "Requests whose client left before their end")
+        self.placements = counter(
+            "placements",
+            "Requests placed by a policy, by certainty (exact, degraded, blind) and action",
+            ["certainty", "action"],
+        )
+        self.doubts = counter(
+            "doubts", "Requests placed without being certain, by each reason", ["reason"]
+        )
         self.wait = histogram("wait_seconds", "Time from a request's body to its dispatch")
         self.first_byte = histogram(
             "first_byte_seconds", "Time from a request's body to its answer's first byte", ["path"]

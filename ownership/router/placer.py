@@ -19,6 +19,12 @@ class Placed:
     worker: Worker
     body: bytes | None = None
     """The body for the worker, if it is not the client's: with `kv_transfer_params`, say."""
+    certainty: str = ""
+    """A `Certainty`: the worth of what was known of the prompt's state. "" if it was not asked."""
+    reasons: Sequence[str] = ()
+    """Reasons why it is not exact, by names from a fixed set."""
+    action: str = ""
+    """The work that the placement causes: a `PlacementAction`."""
 
 
 class Placer(Protocol):

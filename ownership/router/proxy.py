@@ -156,6 +156,10 @@ class Proxy:
             self._metrics.queued.set(self._admission.queued)
         if isinstance(placed, Refusal):
             raise RefusedError(placed)
+        if placed.certainty:
+            self._metrics.placements.labels(placed.certainty, placed.action).inc()
+            for reason in placed.reasons:
+                self._metrics.doubts.labels(reason).inc()
         return placed
 
     async def _exchange(
@@ -223,7 +227,7 @@ class Proxy:
             self._metrics.first_byte.labels(request.door.name).observe(now_s - arrived_s)
             if (response.content_length or _WHOLE_BYTES) < _WHOLE_BYTES:
                 part += await response.content.read()
-            await answer.start(response, placed.worker.name)
+            await answer.start(response, placed)
             while part:
                 await answer.send(part)
                 part = await read()

@@ -23,6 +23,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from hetero_connector.errors import RouterConfigError
 from ownership.router.app import make_app
 from ownership.router.config import RouterConfig, read_config
+from ownership.router.opening import open_identity
 from ownership.router.placer import Placer
 
 _RESTART_S = 1.0
@@ -37,6 +38,7 @@ def serve(path: Path, processes: int = 1) -> None:
     """Serve until SIGTERM or SIGINT. Raises RouterConfigError."""
     config = read_config(path)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    open_identity(config)  # a model that cannot be opened ends it here, with a clear error
     listener = open_listener(config)
     host, port = listener.getsockname()[:2]
     _log.info("listening at http://%s:%d with %d processes", host, port, processes)

@@ -1,0 +1,112 @@
+"""The figures of workers that placements are priced by: their costs and the size of their pages."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import msgspec
+
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.planner.compute_model import ComputeRegression
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.load_model import LoadModel
+from hetero_connector.planner.profile import CostProfile
+from hetero_connector.spec.model_spec import ModelSpec
+from hetero_connector.spec.state_types import StateType
+from ownership.router.view import PublishedChain
+from ownership.router.view.checks import Ask
+from ownership.scheduling import FleetView, StateFootprint, WorkerView
+
+_PAGES = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+_LABEL = re.compile(r'(block_size|num_gpu_blocks)="(\d+)"')
+_UNKNOWN_MODEL = StateFootprint({}, {}, 0.0, 1)
+_UNKNOWN_BYTES = 1 << 50
+"""More than any prompt needs: pages of unknown size are no reason against a worker."""
+
+_log = logging.getLogger(__name__)
+
+
+class Figures(NamedTuple):
+    """The figures that one worker has told."""
+
+    profile: CostProfile | None = None
+    page_tokens: int = 0
+    """Tokens of all its pages; 0 if unknown."""
+
+
+class WorkerFigures:
+    """Asks workers for their figures, and makes a `FleetView` of them. Used on the event loop."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Figures] = {}
+
+    async def ask_all(self, servers: Mapping[str, Ask]) -> None:
+        """Ask every worker once, and forget those that have left."""
+        for gone in self._known.keys() - servers.keys():
+            del self._known[gone]
+        await asyncio.gather(*(self._ask(name, ask) for name, ask in servers.items()))
+
+    def costs_of(self, worker: str) -> str:
+        """Return the source of a worker's costs: `learned` by itself, or the `default`."""
+        return "learned" if self._known.get(worker, Figures()).profile else "default"
+
+    def fleet(self, workers: Iterable[str], published: Sequence[PublishedChain]) -> FleetView:
+        """Return the view of these workers, of which there is at least one, without loads.
+
+        The model is the first one published. Workers that have told nothing have default costs.
+        """
+        footprint, types = _UNKNOWN_MODEL, tuple[StateType, ...]()
+        if published:
+            model = published[0].model
+            footprint = _footprint(model, published[0].chunk_tokens)
+            types = tuple(model.state_types)
+        views = []
+        for name in workers:
+            known = self._known.get(name, Figures())
+            if known.profile is None:
+                costs = CostModel(ComputeRegression(), LoadModel(types))
+            else:
+                costs = known.profile.cost_model(types)
+            page_bytes = int(known.page_tokens * footprint.page_bytes_per_token)
+            views.append(WorkerView(name, costs, page_bytes or _UNKNOWN_BYTES))
+        return FleetView(footprint, views)
+
+    async def _ask(self, name: str, ask: Ask) -> None:
+        known = self._known.get(name, Figures())
+        try:
+            page_tokens = known.page_tokens or _page_tokens(await ask("GET", "/metrics", None))
+            profile = _profile(await ask("GET", "/v1/heterocache/costs", None))
+        except (OSError, ValueError, TimeoutError) as error:
+            if name not in self._known:
+                _log.info("worker %s has default costs: %s", name, error)
+            self._known[name] = known
+        else:
+            self._known[name] = Figures(profile, page_tokens)
+
+
+@lru_cache(maxsize=8)
+def _footprint(model: ModelSpec, chunk_tokens: int) -> StateFootprint:
+    return StateFootprint.of(ArtifactLayout(model, chunk_tokens))
+
+
+def _profile(answer: object) -> CostProfile:
+    """Return the costs of a worker's first engine. Raises ValueError if it has told none."""
+    engines = answer.get("engines") if isinstance(answer, Mapping) else None
+    told = [x["costs"] for x in engines or () if isinstance(x, Mapping) and "costs" in x]
+    if not told:
+        raise ValueError("no engine tells its costs")
+    return CostProfile.from_json(msgspec.json.encode(told[0]))
+
+
+def _page_tokens(metrics: Any) -> int:
+    """Return the tokens of a worker's pages by vLLM's metrics, the engines together; 0: unknown."""
+    total = 0
+    for labels in _PAGES.findall(metrics if isinstance(metrics, str) else ""):
+        sizes = dict(_LABEL.findall(labels))
+        total += int(sizes.get("block_size", 0)) * int(sizes.get("num_gpu_blocks", 0))
+    return total

@@ -1,0 +1,144 @@
+"""Opens the placer that a configuration asks for, and keeps its knowledge of workers current."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from random import Random
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from hetero_connector.errors import IdentityError, RouterConfigError
+from ownership.directory.opening import open_directory
+from ownership.router.config import LEAST_LOADED, RouterConfig
+from ownership.router.decision_log import DecisionLog
+from ownership.router.figures import WorkerFigures
+from ownership.router.identity import ChainCache, PromptIdentity, open_tokenizer
+from ownership.router.placer import LeastLoaded, Placer
+from ownership.router.policy_placer import PolicyPlacer
+from ownership.router.view import FleetChains, FleetWatch, PrefixViews, Trust
+from ownership.router.view.checks import Ask
+from ownership.router.workers import Worker, WorkerSet, WorkerState
+from ownership.scheduling import scheduling_policy
+from ownership.scheduling.decision import PlacementAction
+from ownership.scheduling.ownerserve import MOVES, OwnerServe
+from ownership.scheduling.policy import SchedulingPolicy
+
+_PERIOD_S = 5.0
+"""Seconds between two questions to a worker: how it names chains, and what it has learned."""
+
+_log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def open_placer(
+    config: RouterConfig, workers: WorkerSet, session: aiohttp.ClientSession
+) -> AsyncIterator[Placer]:
+    """Yield the placer of the configured policy. Raises RouterConfigError."""
+    if config.policy_name == LEAST_LOADED:
+        yield LeastLoaded()
+        return
+    async with AsyncExitStack() as stack:
+        identity = await asyncio.to_thread(open_identity, config)
+        directory = None
+        if config.directory:
+            directory = _checked("directory", partial(open_directory, config.directory))
+            stack.callback(directory.close)
+        views = PrefixViews(identity, FleetChains(), Trust(), directory, config.directory_s)
+        stack.callback(views.close)
+        log = None
+        if config.decisions is not None:
+            log = _checked("decisions", partial(DecisionLog, config.decisions))
+            stack.callback(log.close)
+        figures = WorkerFigures()
+        placer = PolicyPlacer(whole_policy(config.policy_name), views, figures, log)
+        asking = asyncio.get_running_loop().create_task(
+            _keep_current(_Asked(config, workers, session), views, figures, placer)
+        )
+        stack.callback(asking.cancel)
+        yield placer
+
+
+def open_identity(config: RouterConfig) -> PromptIdentity:
+    """Open the tokenizer of `model_path`, if there is one. Slow. Raises RouterConfigError."""
+    tokenizer = None
+    if config.model_path:
+        tokenizer = _checked("model_path", partial(open_tokenizer, config.model_path))
+    return PromptIdentity(tokenizer, ChainCache())
+
+
+def whole_policy(name: str) -> SchedulingPolicy:
+    """Return a policy; `ownerserve` without remote prefills, which this router cannot do."""
+    if name == OwnerServe().name:
+        remote = {PlacementAction.REMOTE_PREFILL}
+        return OwnerServe(moves={kind: moves - remote for kind, moves in MOVES.items()})
+    return scheduling_policy(name, Random())
+
+
+def _checked(key: str, opening: Any) -> Any:
+    try:
+        return opening()
+    except (IdentityError, ValueError, OSError) as error:
+        raise RouterConfigError("the router", [f"{key}: {error}"]) from error
+
+
+class _Asked:
+    """Questions to the workers that serve."""
+
+    def __init__(
+        self, config: RouterConfig, workers: WorkerSet, session: aiohttp.ClientSession
+    ) -> None:
+        self._session = session
+        self.workers = workers
+        key = config.worker_api_key
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._timeout = aiohttp.ClientTimeout(config.probe_timeout_s)
+
+    def servers(self) -> Mapping[str, Ask]:
+        """Return how each worker that serves is asked, by its name."""
+        up = [worker for worker in self.workers if worker.state is WorkerState.UP]
+        return {worker.name: partial(self._ask, worker) for worker in up}
+
+    async def _ask(
+        self, worker: Worker, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> Any:
+        """Ask one worker. Raises OSError, or ValueError for an answer that is an error."""
+        url = worker.address.url + path
+        try:
+            async with self._session.request(
+                method, url, json=body, headers=self._headers, timeout=self._timeout
+            ) as answer:
+                answer.raise_for_status()
+                text = await answer.read()
+                is_json = answer.content_type == "application/json"
+        except aiohttp.ClientResponseError as error:
+            raise ValueError(f"{path}: status {error.status}") from error
+        except aiohttp.ClientError as error:
+            raise OSError(f"{path}: {error}") from error
+        return msgspec.json.decode(text) if is_json else text.decode(errors="replace")
+
+
+async def _keep_current(
+    asked: _Asked, views: PrefixViews, figures: WorkerFigures, placer: PolicyPlacer
+) -> None:
+    """Ask all workers in each period, and when one comes or goes."""
+    changed = asyncio.Event()
+    asked.workers.on_change.append(changed.set)
+    watch = FleetWatch(views, asked.servers)
+    while True:
+        changed.clear()
+        try:
+            await watch.ask_all()
+            await figures.ask_all(asked.servers())
+            placer.set_workers([worker.name for worker in asked.workers], time.monotonic())
+        except Exception:  # an answer of an unknown kind ends no worker's questions
+            _log.exception("the workers' figures are not current")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(changed.wait(), _PERIOD_S)

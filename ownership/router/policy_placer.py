@@ -1,0 +1,264 @@
+"""Places requests by a scheduling policy: by who has a prompt's state, and what is under way.
+
+Each request is served whole by one worker. The view says how much of the prompt each worker has,
+the ledger how busy each is; the policy compares. When the directory is silent, the placer counts on
+what it knows itself: where a session was served last, and how much of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import msgspec
+
+from hetero_connector.containers import BoundedDict
+from hetero_connector.session_ids import session_of
+from ownership.router.decision_log import DecisionLog
+from ownership.router.doors import Refusal
+from ownership.router.figures import WorkerFigures
+from ownership.router.placer import LeastLoaded, Placed
+from ownership.router.requests import RouterRequest
+from ownership.router.view import Certainty, PrefixViews, PromptView
+from ownership.router.workers import Worker
+from ownership.scheduling import (
+    Ledger,
+    LedgerLimits,
+    Placement,
+    PlacementAction,
+    PlacementDecision,
+    SchedulingPolicy,
+    Step,
+    Work,
+    WorkerPrefix,
+)
+
+PLACED = frozenset({"chat", "completions", "responses", "messages"})
+"""The doors whose requests have a prompt. Others go to the worker with the fewest requests."""
+_BYTES_PER_TOKEN = 4
+"""A guess, for a body whose tokens are not known."""
+
+
+class _Session(NamedTuple):
+    """A session after its last turn."""
+
+    worker: str
+    tokens: int
+    """Computed by the turn's end."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Planned(Placed):
+    """A request that the policy has placed."""
+
+    step: Step
+    placement: Placement
+    record: dict[str, Any] | None = None
+    """The line for the decision log; None without one."""
+    sent_s: float = 0.0
+    first_byte_s: float | None = None
+
+
+class PolicyPlacer:
+    """A `Placer`. Used on the event loop."""
+
+    def __init__(
+        self,
+        policy: SchedulingPolicy,
+        views: PrefixViews,
+        figures: WorkerFigures,
+        log: DecisionLog | None = None,
+        limits: LedgerLimits | None = None,
+    ) -> None:
+        """`log`: None if decisions are not written."""
+        self._policy, self._views, self._figures, self._log = policy, views, figures, log
+        self._limits = limits or LedgerLimits()
+        self._ledger: Ledger | None = None
+        """None until there is a worker."""
+        self._names = self._accepting = frozenset[str]()
+        """All workers, and the candidates of the last request."""
+        self._sessions = BoundedDict[str, _Session](self._limits.max_sessions)
+        self._others = LeastLoaded()
+
+    def set_workers(self, names: Sequence[str], now_s: float) -> None:
+        """Make these the workers, with the figures and the model that they have told by now."""
+        if not names:
+            return
+        published = [x.published for x in self._views.fleet.engines()]
+        fleet = self._figures.fleet(names, published)
+        if self._ledger is None:
+            self._ledger = Ledger(fleet, self._limits)
+        else:
+            self._ledger.set_fleet(fleet, now_s)
+        self._names = self._accepting = frozenset(names)
+        for name in names:
+            self._ledger.accepts(name, True)
+
+    async def place(self, request: RouterRequest, candidates: Sequence[Worker]) -> Placed | Refusal:
+        if request.door.name not in PLACED:
+            return await self._others.place(request, candidates)
+        body = _decoded(request.body)
+        path = request.target.partition("?")[0]
+        view = await self._views.find(path, body, time.monotonic())
+        return self._decide(request, body, view, candidates, time.monotonic())
+
+    def on_sent(self, placed: Placed, now_s: float) -> None:
+        if isinstance(placed, _Planned) and self._ledger is not None:
+            placed.sent_s = now_s
+            self._ledger.sent(placed, Work.of(placed.step, placed.placement), now_s)
+
+    def on_first_byte(self, placed: Placed, now_s: float) -> None:
+        if isinstance(placed, _Planned) and self._ledger is not None:
+            placed.first_byte_s = now_s
+            self._ledger.first_token(placed, now_s)
+
+    def on_ended(self, placed: Placed, num_events: int, now_s: float) -> None:
+        if not isinstance(placed, _Planned) or self._ledger is None:
+            return
+        output_tokens = num_events if placed.request.is_stream else int(self._ledger.output_tokens)
+        self._ledger.ended(placed, output_tokens, now_s)
+        step = placed.step
+        if step.session_id and placed.first_byte_s is not None:
+            tokens = step.prompt_tokens + num_events
+            self._sessions[step.session_id] = _Session(placed.worker.name, tokens)
+        self._write(placed, now_s, output_tokens if placed.request.is_stream else None)
+
+    def on_failed(self, placed: Placed, now_s: float) -> None:
+        if isinstance(placed, _Planned) and self._ledger is not None:
+            self._ledger.failed(placed, now_s)
+            self._write(placed, now_s, None, has_failed=True)
+
+    def _decide(
+        self,
+        request: RouterRequest,
+        body: object,
+        view: PromptView,
+        candidates: Sequence[Worker],
+        now_s: float,
+    ) -> Placed:
+        """Choose a worker. Nothing here waits, so the ledger is as `on_sent` will find it."""
+        by_name = {worker.name: worker for worker in candidates}
+        if self._ledger is None or not by_name.keys() <= self._names:
+            self.set_workers(sorted(self._names | by_name.keys()), now_s)
+        ledger = self._ledger
+        assert ledger is not None  # there is a candidate
+        for name in self._accepting ^ by_name.keys():
+            ledger.accepts(name, name in by_name)
+        self._accepting = frozenset(by_name)
+        session_id = _session_id(request, body)
+        view, step = self._step(request, session_id, view, ledger)
+        decision = self._policy.decide(step, ledger.view(now_s))
+        placement = _whole(decision.placement)
+        if decision.refusal is not None:  # it fits no worker: one of them says so, in its own words
+            least = min(candidates, key=lambda worker: worker.in_flight).name
+            placement = Placement(PlacementAction.COLOCATED_PREFILL, least, least)
+        record = None if self._log is None else self._record(request, view, decision, placement)
+        return _Planned(
+            request,
+            by_name[placement.decode_worker],
+            certainty=view.certainty,
+            reasons=view.reasons,
+            action=placement.action,
+            step=step,
+            placement=placement,
+            record=record,
+        )
+
+    def _step(
+        self, request: RouterRequest, session_id: str, view: PromptView, ledger: Ledger
+    ) -> tuple[PromptView, Step]:
+        """Return the request as a step. A blind view gets what the session's last turn has left."""
+        last = self._sessions.get(session_id)
+        prompt_tokens = view.prompt_tokens or _guessed_tokens(request)
+        boundary = 0 if last is None else min(last.tokens, prompt_tokens)
+        if view.certainty is Certainty.BLIND and last is not None and last.worker in self._names:
+            prefixes = {last.worker: WorkerPrefix(0, boundary, boundary)}
+            view = replace(view, prefixes=prefixes, certainty=Certainty.DEGRADED)
+        owner = ledger.sessions.owner(session_id)
+        forked = ledger.sessions.has_sibling(session_id, boundary)
+        output_tokens = ledger.output_tokens
+        step = Step(
+            prompt_tokens, view.prefixes, session_id, owner, boundary, output_tokens, forked=forked
+        )
+        return view, step
+
+    def _record(
+        self,
+        request: RouterRequest,
+        view: PromptView,
+        decision: PlacementDecision,
+        placement: Placement,
+    ) -> dict[str, Any]:
+        """Return what is known of a decision when it is made."""
+        step = decision.step
+        session = hashlib.blake2b(step.session_id.encode(), digest_size=8).hexdigest()
+        return {
+            "format": 1,
+            "time": time.time(),
+            "path": request.door.name,
+            "model": request.model,
+            "session": session if step.session_id else "",
+            "policy": self._policy.name,
+            "certainty": view.certainty,
+            "reasons": list(view.reasons),
+            "class": decision.step_class,
+            "prompt_tokens": step.prompt_tokens,
+            "boundary_tokens": step.boundary_tokens,
+            "expected_output_tokens": step.output_tokens,
+            "prefixes": {name: list(prefix) for name, prefix in step.prefixes.items()},
+            "owner": step.owner,
+            "worker": placement.decode_worker,
+            "action": placement.action,
+            "source": placement.source_worker,
+            "wanted_prefill_at": decision.placement.prefill_worker
+            if decision.placement.prefill_worker != placement.prefill_worker
+            else None,
+            "costs": self._figures.costs_of(placement.decode_worker),
+            "predicted": decision.predicted._asdict(),
+            "predicted_ttft_s": decision.predicted.ttft_s,
+        }
+
+    def _write(
+        self, placed: _Planned, now_s: float, events: int | None, *, has_failed: bool = False
+    ) -> None:
+        if self._log is None or placed.record is None:
+            return
+        first_s = None if placed.first_byte_s is None else placed.first_byte_s - placed.sent_s
+        self._log.write(
+            {
+                **placed.record,
+                "first_byte_s": first_s,
+                "total_s": now_s - placed.sent_s,
+                "events": events,
+                "failed": has_failed,
+            }
+        )
+
+
+def _decoded(body: bytes) -> object:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return None  # the worker says what is wrong
+
+
+def _session_id(request: RouterRequest, body: object) -> str:
+    """Return the session that the request names, apart from those of other clients."""
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
+    given = session_of(headers, body if isinstance(body, Mapping) else {})
+    return f"{request.caller}/{given}" if given else ""
+
+
+def _guessed_tokens(request: RouterRequest) -> int:
+    return max(1, len(request.body) // _BYTES_PER_TOKEN)
+
+
+def _whole(placement: Placement) -> Placement:
+    """Return a placement at one worker: a remote prefill is computed where it decodes."""
+    if placement.action is not PlacementAction.REMOTE_PREFILL:
+        return placement
+    worker = placement.decode_worker
+    return Placement(PlacementAction.COLOCATED_PREFILL, worker, worker)

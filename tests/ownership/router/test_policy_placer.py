@@ -1,0 +1,243 @@
+"""Placing by policy: stub workers, and a directory in memory that says what they have."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.stub_fleet import StubFleet
+from hetero_connector.artifacts.record import ArtifactId
+from hetero_connector.errors import DirectoryUnavailableError, RouterConfigError
+from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.profile import CostProfile, ProfileSubject
+from hetero_connector.spec import StateType
+from ownership.directory import Claim, Copy, Worker
+from ownership.directory.memory import MemoryDirectory
+from ownership.router.config import WHOLE_POLICIES
+from ownership.router.decision_log import DecisionLog
+from ownership.router.figures import WorkerFigures
+from ownership.router.identity import ChainCache, PromptIdentity
+from ownership.router.opening import open_identity, whole_policy
+from ownership.router.policy_placer import PolicyPlacer
+from ownership.router.view import FleetChains, PrefixViews, PublishedChain, Trust
+from tests.ownership.router.bench import RunningRouter, config_of, wait_until
+from tests.planner.chains import DENSE, costs_of
+
+SIZE = 64
+PROMPT = [token % 251 for token in range(20 * SIZE + 5)]
+
+
+def published(worker: str) -> PublishedChain:
+    answer = {
+        "format": 1,
+        "engine": {"worker": worker, "model": "m", "served_as": "stub-model", "tokenizer": ""},
+        "root": "ab" * 16,
+        "chunk_tokens": SIZE,
+        "is_shared": True,
+        "clearings": {},
+        "adapters": {},
+        "model_spec": DENSE.as_plain(),
+    }
+    return PublishedChain.of(answer)
+
+
+class KnownFleet:
+    """A router before two stub workers, whose state is what a test says."""
+
+    def __init__(self, fleet: StubFleet, folder: Path, policy: str = "ownerserve") -> None:
+        self.directory = MemoryDirectory(lambda: 1_000.0)
+        self.names = [url.removeprefix("http://") for url in fleet.urls]
+        self._epochs = [self.directory.register(Worker(x), 60.0).epoch for x in "ab"]
+        chains = FleetChains(silent_after_s=1e9)
+        for name, worker in zip(self.names, "ab", strict=True):
+            chains.told(name, [published(worker)], 0.0)
+        self.views = PrefixViews(
+            PromptIdentity(None, ChainCache()), chains, Trust(), self.directory, 5.0
+        )
+        self.log = DecisionLog(folder / "decisions.jsonl")
+        self.placer = PolicyPlacer(whole_policy(policy), self.views, WorkerFigures(), self.log)
+        config = config_of(folder, workers=fleet.urls)
+        self.router = RunningRouter(config, placer=self.placer)
+        self.lines = folder / "decisions.jsonl"
+
+    def store(self, worker: int, chunks: int) -> None:
+        """Say that a worker has the first chunks of `PROMPT` in DRAM."""
+        found = asyncio.run(self.views.find("/v1/completions", {"prompt": PROMPT}, 1.0))
+        [chain] = found.chains.values()
+        assert len(chain.keys) > chunks
+        claims = [
+            Claim(ArtifactId(key, StateType.DENSE_KV), Copy(10, bytes(16), 0))
+            for key in chain.keys[:chunks]
+        ]
+        self.directory.claim_owner(self._epochs[worker], claims)
+
+    def complete(self, session: str = "", **fields: Any) -> httpx.Response:
+        headers = {"x-session-id": session} if session else {}
+        body = {"prompt": PROMPT, **fields}
+        answer = self.router.client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    def decisions(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.lines.read_text().splitlines()]
+
+
+@contextmanager
+def running(fleet: StubFleet, folder: Path, policy: str = "ownerserve") -> Iterator[KnownFleet]:
+    known = KnownFleet(fleet, folder, policy)
+    with known.router:
+        yield known
+    known.views.close()
+    known.log.close()
+
+
+@pytest.fixture
+def known(fleet: StubFleet, tmp_path: Path) -> Iterator[KnownFleet]:
+    with running(fleet, tmp_path) as found:
+        yield found
+
+
+def worker_of(answer: httpx.Response) -> str:
+    return answer.headers["x-heterocache-worker"]
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_a_request_goes_to_the_worker_that_has_its_prefix(known: KnownFleet, holder: int) -> None:
+    known.store(holder, 18)
+    for _ in range(3):
+        answer = known.complete()
+        assert worker_of(answer) == known.names[holder]
+        assert answer.headers["x-heterocache-placement"] == "exact; action=colocated_prefill"
+    shown = known.router.metric("placements_total", action="colocated_prefill", certainty="exact")
+    assert shown == 3
+
+
+def test_a_session_stays_where_it_was_served_before_the_directory_knows(known: KnownFleet) -> None:
+    slow = {"stream": True, "stub": {"events": 3, "gap_s": 0.5}}
+    first, second = sorted(known.names)
+    other = threading.Thread(target=lambda: known.complete("other", **slow))
+    other.start()
+    wait_until(lambda: known.router.metric("in_flight", worker=first) == 1)
+    assert worker_of(known.complete("s")) == second, "the first of them is busy"
+    other.join()
+    assert {worker_of(known.complete("s")) for _ in range(4)} == {second}
+
+
+def test_sessions_that_run_at_once_spread(known: KnownFleet) -> None:
+    slow = {"stream": True, "stub": {"events": 3, "gap_s": 0.5}}
+    found = list[str]()
+    threads = [
+        threading.Thread(target=lambda s=s: found.append(worker_of(known.complete(s, **slow))))
+        for s in "xy"
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == sorted(known.names)
+
+
+def test_without_its_directory_the_router_counts_on_its_own_sessions(
+    known: KnownFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(chain: object) -> None:
+        raise DirectoryUnavailableError("gone")
+
+    monkeypatch.setattr(known.directory, "lookup", fail)
+    first = known.complete("s", stream=True)
+    assert first.headers["x-heterocache-placement"].startswith("blind; ")
+    assert 'reasons="directory_failed"' in first.headers["x-heterocache-placement"]
+    for _ in range(5):  # then the directory is given a pause, which is a reason of its own
+        again = known.complete("s")
+        assert again.headers["x-heterocache-placement"].startswith("degraded; ")
+        assert worker_of(again) == worker_of(first)
+    assert known.complete("other").headers["x-heterocache-placement"].startswith("blind; ")
+    assert known.router.metric("doubts_total", reason="directory_failed") >= 1
+
+
+def test_each_decision_is_a_line_with_what_was_predicted_and_what_came(known: KnownFleet) -> None:
+    known.store(1, 10)
+    known.complete("secret", stream=True, stub={"events": 5})
+    known.router.complete("/v1/embeddings", input="x")
+    wait_until(known.decisions)
+    [line] = known.decisions()
+    assert (line["worker"], line["policy"]) == (known.names[1], "ownerserve")
+    assert (line["certainty"], line["costs"], line["failed"]) == ("exact", "default", False)
+    assert line["prompt_tokens"] == len(PROMPT)
+    assert line["prefixes"] == {known.names[1]: [0, 10 * SIZE, 10 * SIZE]}
+    assert 0.0 < line["first_byte_s"] <= line["total_s"]
+    assert line["predicted_ttft_s"] > 0.0
+    assert line["events"] >= 5
+    assert "secret" not in known.lines.read_text()
+
+
+def test_each_sending_to_a_worker_that_is_lost_is_a_line(known: KnownFleet) -> None:
+    known.store(0, 15)
+    assert known.router.complete(prompt=PROMPT, stub={"fault": "lose"}).status_code == 502
+    wait_until(lambda: len(known.decisions()) == 3)
+    found = [(x["worker"], x["failed"]) for x in known.decisions()]
+    first, second = known.names
+    # A kept connection that was closed is no sign of a lost worker: it is asked once more.
+    assert found == [(first, True), (first, True), (second, True)]
+
+
+@pytest.mark.parametrize("policy", WHOLE_POLICIES)
+def test_all_policies_place_each_request_at_one_worker(
+    policy: str, fleet: StubFleet, tmp_path: Path
+) -> None:
+    with running(fleet, tmp_path, policy) as known:
+        known.store(1, 15)
+        for session in ("a", "b", "a"):
+            assert worker_of(known.complete(session)) in known.names
+        wait_until(lambda: len(known.decisions()) == 3)
+        assert {x["policy"] for x in known.decisions()} == {policy}
+        assert not [x for x in known.decisions() if x["action"] == "remote_prefill"]
+
+
+def test_what_workers_tell_of_themselves_is_in_the_view() -> None:
+    figures = WorkerFigures()
+    subject = ProfileSubject("A", "c", "bfloat16", "", "auto", 1, "")
+    costs: CostModel = costs_of(DENSE, (0.5, 0.25, 0.125))
+    profile = CostProfile.of(costs, "m", subject).as_json()
+    metrics = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'
+
+    async def ask(method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        return metrics if path == "/metrics" else {"engines": [{"costs": profile}]}
+
+    async def refuse(method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        raise ValueError("status 404")
+
+    asyncio.run(figures.ask_all({"one": ask, "two": refuse}))
+    assert [figures.costs_of(x) for x in ("one", "two")] == ["learned", "default"]
+    view = figures.fleet(["one", "two"], [published("a")])
+    assert view.table().step_s.tolist()[0] == pytest.approx(0.5)
+    assert view.table().step_s.tolist()[1] < 0.1
+    assert view.hbm_bytes("one") == int(1600 * view.footprint.page_bytes_per_token)
+    assert view.hbm_bytes("two") > view.hbm_bytes("one")
+    asyncio.run(figures.ask_all({"two": refuse}))
+    assert figures.costs_of("one") == "default"
+
+
+def test_the_policy_follows_from_what_is_configured(tmp_path: Path) -> None:
+    workers = ["http://h:1"]
+    assert config_of(tmp_path, workers=workers).policy_name == "least_loaded"
+    known = config_of(tmp_path, workers=workers, directory="memory://")
+    assert known.policy_name == "ownerserve"
+    chosen = config_of(tmp_path, workers=workers, directory="memory://", policy="prefix_aware")
+    assert chosen.policy_name == "prefix_aware"
+    wrong = {"model_path": 5, "policy": "static_pd", "decisions": "/no/such/file"}
+    with pytest.raises(RouterConfigError) as error:
+        config_of(tmp_path, workers=workers, **wrong)
+    for key in wrong:
+        assert f"{key}: " in str(error.value)
+    absent = config_of(tmp_path, workers=workers, model_path="/no/such/model")
+    with pytest.raises(RouterConfigError, match="model_path: cannot find the files of model"):
+        open_identity(absent)
