@@ -212,6 +212,8 @@ def examples(*languages: str) -> Iterator[Any]:
 def commands(text: str) -> Iterator[list[str]]:
     """Yield the words of each command, without variables that are set for it."""
     for line in text.replace("\\\n", " ").splitlines():
+        if re.fullmatch(r"\w+=\$\(.*\)", line):
+            continue  # a test that runs the example runs it
         words = shlex.split(line, comments=True)
         while words and (words[0] == "export" or re.match(r"\w+=", words[0])):
             words = words[1:]
@@ -225,6 +227,16 @@ def test_every_command_is_one_that_is_accepted(example: Example) -> None:
         check = CHECKS.get(Path(program).name)
         assert check is not None, f"this test knows no {program!r}"
         check(arguments)
+
+
+def test_a_server_on_a_cpu_is_told_its_memory() -> None:
+    """Without a size vLLM wants nearly all memory, and does not start."""
+    pages = [x for x in PAGES if "VLLM_CPU_OMP_THREADS_BIND=" in x.read_text()]
+    assert {"README.md", "docs/start.md"} <= {name(x) for x in pages}
+    for page in pages:
+        for line in page.read_text().splitlines():
+            if "VLLM_CPU_OMP_THREADS_BIND=" in line:
+                assert "VLLM_CPU_KVCACHE_SPACE=" in line, f"{name(page)}: {line}"
 
 
 def check_make(arguments: list[str]) -> None:
@@ -277,6 +289,10 @@ def check_curl(arguments: list[str]) -> None:
         check_request(body.get("kv_transfer_params", {}))
 
 
+def check_source(arguments: list[str]) -> None:
+    assert arguments == [".venv/bin/activate"]
+
+
 CHECKS = {
     "curl": check_curl,
     "make": check_make,
@@ -289,6 +305,7 @@ CHECKS = {
     "git": lambda arguments: None,
     "docker": lambda arguments: None,
     "rsync": lambda arguments: None,
+    "source": check_source,
 }
 
 

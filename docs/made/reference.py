@@ -262,9 +262,11 @@ def requests() -> str:
 
 A request needs no parameters. These are read from `kv_transfer_params` in the request's body, or in
 Python from `SamplingParams.extra_args["kv_transfer_params"]`. A parameter of the wrong type or
-range is ignored, and the request is served. Each wrong or unknown name is logged once, with the
-name that is nearest; outside `heterocache` only if it is nearly one of ours, because others may be
-another connector's. See the [guide](../guides/requests.md).
+range is ignored, and the request is served, except for
+[values that vLLM cannot send to its engine](../guides/limits.md#defects-of-vllm). Each wrong or
+unknown name is logged once, with the name that is nearest; outside `heterocache` only if it is
+nearly one of ours, because others may be another connector's. See the
+[guide](../guides/requests.md).
 
 ## In `heterocache`
 

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -28,7 +29,7 @@ from ownership.router.view.checks import Ask
 from ownership.router.workers import Worker, WorkerSet, WorkerState
 from ownership.scheduling import scheduling_policy
 from ownership.scheduling.decision import PlacementAction
-from ownership.scheduling.ownerserve import MOVES, OwnerServe
+from ownership.scheduling.ownerserve import OwnerServe
 from ownership.scheduling.policy import SchedulingPolicy
 
 _PERIOD_S = 5.0
@@ -77,8 +78,10 @@ def open_identity(config: RouterConfig) -> PromptIdentity:
 def whole_policy(name: str) -> SchedulingPolicy:
     """Return a policy; `ownerserve` without remote prefills, which this router cannot do."""
     if name == OwnerServe().name:
-        remote = {PlacementAction.REMOTE_PREFILL}
-        return OwnerServe(moves={kind: moves - remote for kind, moves in MOVES.items()})
+        whole = OwnerServe()
+        moves = whole.moves - {PlacementAction.REMOTE_PREFILL}
+        # Roles are for fleets that prefill and decode apart.
+        return replace(whole, moves=moves, weights=replace(whole.weights, role=1.0))
     return scheduling_policy(name, Random())
 
 

@@ -129,6 +129,7 @@ class WorkerTable(NamedTuple):
 
 
 _NUM_LOADS = len(WorkerLoad._fields)
+_COMPUTE = slice(WorkerTable._fields.index("step_s"), WorkerTable._fields.index("step_tokens") + 1)
 
 
 class FleetView:
@@ -156,6 +157,8 @@ class FleetView:
         self._table: Floats = np.zeros((len(WorkerTable._fields), len(ordered)))
         for worker in ordered:
             self.update(worker)
+        self.prefill_demand = 0.0
+        """Workers that the prefills placed lately keep busy (`roles.PrefillDemand`)."""
         self.links = self._links(links) if links else None
         """`[2, from, to] float64`: latencies and seconds per byte."""
 
@@ -182,6 +185,16 @@ class FleetView:
     def hbm_bytes(self, name: str) -> int:
         """Return the size of a worker's KV pages. Raises KeyError for an unknown worker."""
         return int(self._table[_NUM_LOADS, self.index[name]])
+
+    def compute_s(self, name: str, prompt_tokens: int, new_tokens: int) -> float:
+        """Return the seconds in which a worker computes the last `new_tokens` of a prompt.
+
+        Raises KeyError for an unknown worker.
+        """
+        step_s, token_s, attention_s, step_tokens = self._table[_COMPUTE, self.index[name]].tolist()
+        seconds: float = new_tokens * (token_s + attention_s * (prompt_tokens - 0.5 * new_tokens))
+        seconds += math.ceil(new_tokens / step_tokens) * step_s
+        return seconds
 
     def table(self) -> WorkerTable:
         """Return a copy of the present figures, so that a decision can be explained later."""

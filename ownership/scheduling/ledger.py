@@ -19,6 +19,7 @@ from typing import NamedTuple
 from hetero_connector.planner.sessions import ThinkTimes
 from ownership.scheduling.decision import Placement
 from ownership.scheduling.fleet import FleetView, WorkerLoad
+from ownership.scheduling.roles import PrefillDemand
 from ownership.scheduling.session_table import SessionTable
 from ownership.scheduling.step import Step, WorkerPrefix
 
@@ -185,6 +186,7 @@ class Ledger:
         self._in_flight: dict[Hashable, _InFlight] = {}
         """In the order in which they were sent."""
         self._workers = {name: _Worker() for name in fleet.names}
+        self._demand = PrefillDemand()
         self._changed = set(fleet.names)
         self._trusted: deque[tuple[float, str]] = deque()
         """Reports that name requests of others, with the time until when they are trusted."""
@@ -205,6 +207,9 @@ class Ledger:
         self._in_flight[request] = worker.requests[request] = flight
         self._changed.add(flight.at)
         worker.change(Share(work.new_tokens, 1, 0, work.prompt_tokens), now_s)
+        self._demand.add(
+            self._fleet.compute_s(flight.at, work.prompt_tokens, work.new_tokens), now_s
+        )
         if work.session_id:
             self._changed |= self.sessions.on_turn_start(
                 work.session_id, work.decode_worker, work.boundary_tokens, now_s
@@ -295,6 +300,7 @@ class Ledger:
         for name in self._changed & self._workers.keys():
             self._fleet.set_load(name, self.load(name))
         self._changed.clear()
+        self._fleet.prefill_demand = self._demand.workers(now_s)
         return self._fleet
 
     def load(self, worker: str) -> WorkerLoad:

@@ -1,8 +1,7 @@
-"""OwnerServe's policy: the cheapest of all placements that make sense for the step."""
+"""OwnerServe's policy: the cheapest of all placements of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,29 +10,14 @@ from hetero_connector.errors import NoWorkerError
 from ownership.scheduling.decision import PlacementAction, PlacementDecision, Refusal
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.policy import holders
-from ownership.scheduling.step import ClassThresholds, Step, StepClass, classify
+from ownership.scheduling.roles import Leaning
+from ownership.scheduling.step import ClassThresholds, Step, classify
 from ownership.scheduling.step_pricing import Route, StepPricing
 from ownership.scheduling.weights import PlacementWeights
 
 _REMOTE = PlacementAction.REMOTE_PREFILL
 _FETCH = PlacementAction.ARTIFACT_FETCH
 _MIGRATE = PlacementAction.STATE_MIGRATION
-
-Moves = Mapping[StepClass, frozenset[PlacementAction]]
-
-MOVES: Moves = {
-    StepClass.NEW_LONG_PREFIX: frozenset({_REMOTE, _FETCH}),
-    StepClass.INCREMENTAL_TURN: frozenset({_FETCH, _MIGRATE}),
-    StepClass.LONG_TOOL_OUTPUT: frozenset({_REMOTE, _FETCH, _MIGRATE}),
-    StepClass.DECODE_CONTINUATION: frozenset({_MIGRATE}),
-    StepClass.FORKED_ROLLOUT: frozenset({_REMOTE, _FETCH}),
-    StepClass.COLD_RESUME: frozenset({_REMOTE, _FETCH}),
-}
-"""The moves over the network that each class allows. Serving a step from a worker's own state is
-always possible, on every worker: at the owner that is "stay", elsewhere "never transfer".
-
-A remote prefill is worth it for much computation, so classes with few new tokens have none. A
-session that only continues to decode moves completely or not at all."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +29,23 @@ class OwnerServe:
     """
 
     weights: PlacementWeights = field(default_factory=PlacementWeights)
-    """lambda, mu and kappa."""
+    """lambda, mu, kappa and the strength of roles."""
     thresholds: ClassThresholds = field(default_factory=ClassThresholds)
-    moves: Moves = field(default_factory=lambda: MOVES)
+    moves: frozenset[PlacementAction] = frozenset({_REMOTE, _FETCH, _MIGRATE})
+    """The moves over the network that are considered."""
     max_sources: int = 4
     """Number of workers to read from that are priced: those with the longest prefixes."""
     name: str = "ownerserve"
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
         step_class = classify(step, self.thresholds)
-        moves = self.moves[step_class]
         owner = None if step.owner is None else fleet.index.get(step.owner)
-        sources = self._sources(step, fleet, moves)
-        pricing = StepPricing(step, fleet, self.weights, sources)
-        remote = _REMOTE in moves and len(fleet) > 1
+        sources = self._sources(step, fleet)
+        leaning = None
+        if self.weights.role > 1.0 and len(fleet) > 1:
+            leaning = Leaning(self.weights.role, len(fleet), fleet.prefill_demand)
+        pricing = StepPricing(step, fleet, self.weights, sources, leaning)
+        remote = _REMOTE in self.moves and len(fleet) > 1
         route, total_s = _cheapest(pricing, owner, remote)
         refusal = None
         if total_s == np.inf:
@@ -67,12 +54,10 @@ class OwnerServe:
             refusal = Refusal("the prompt's pages fit no worker", np.inf)
         return PlacementDecision(step, step_class, route, fleet.names, pricing, remote, refusal)
 
-    def _sources(
-        self, step: Step, fleet: FleetView, moves: frozenset[PlacementAction]
-    ) -> list[int]:
+    def _sources(self, step: Step, fleet: FleetView) -> list[int]:
         """Return the workers to read from. Reading from the owner moves the session."""
-        fetch = _FETCH in moves
-        migrate = fetch if step.forked else _MIGRATE in moves
+        fetch = _FETCH in self.moves
+        migrate = fetch if step.forked else _MIGRATE in self.moves
         found = holders(step, fleet)
         allowed = [i for i in found if (migrate if fleet.names[i] == step.owner else fetch)]
         return allowed[: self.max_sources]

@@ -15,6 +15,7 @@ import numpy as np
 
 from hetero_connector.units import GIB
 from ownership.scheduling.fleet import FleetView, Floats, WorkerTable
+from ownership.scheduling.roles import Leaning
 from ownership.scheduling.step import Step
 from ownership.scheduling.weights import PlacementWeights
 
@@ -35,6 +36,8 @@ class PrefillTerms(NamedTuple):
     """Time for which the prompt's pages are occupied."""
     copy_s: float
     """Price of state that two workers have from then on."""
+    role_s: float
+    """Price of delaying decodes at a worker that leans to them."""
 
 
 class PrefillPricing:
@@ -52,10 +55,12 @@ class PrefillPricing:
         table: WorkerTable,
         weights: PlacementWeights,
         sources: Sequence[int] = (),
+        leaning: Leaning | None = None,
     ) -> None:
         footprint = fleet.footprint
         self.sources = list(sources)
         self._table, self._links, self._stall = table, fleet.links, weights.stall
+        self._leaning = leaning
         self._tokens = float(step.prompt_tokens)
         self._state_bytes = footprint.all_token_bytes, footprint.all_checkpoint_bytes
         self._per_layer = 1.0 + 1.0 / footprint.num_layers
@@ -116,6 +121,7 @@ class PrefillPricing:
             self._delay_s[row].item(worker),
             exposed_s + compute_s,
             self._copy_s[0 if row >= 0 else 1].item(worker),
+            self._role_s[row].item(worker),
         )
 
     def _price(self) -> None:
@@ -136,8 +142,10 @@ class PrefillPricing:
         self._delay_s *= table.running
         self.active_s: Floats = self._exposed_s + self._compute_s
         """Seconds from the first page filled to the last token computed."""
+        self._role_s = self._roles()
         self.price_s: Floats = self.hbm * self.active_s + self._stall * self._delay_s
         """The price for other requests."""
+        self.price_s += self._role_s
         self.price_s[:-1] += self._copy_s[0]
         self.price_s[-1] += self._copy_s[1]
         self._network_s, self._ssd_s = np.zeros((2, *resume.shape))
@@ -152,6 +160,13 @@ class PrefillPricing:
         """Until the prompt is computed; infinite if a source has nothing that is missing."""
         if self.sources:
             self.ready_s[self.source_rows][lacking <= 0.0] = np.inf
+
+    def _roles(self) -> Floats:
+        """Return `[rows, workers]`: price of delaying decodes where they are to be undisturbed."""
+        if self._leaning is None:
+            return np.zeros_like(self._delay_s)
+        role_s: Floats = self._stall * self._delay_s * (self._leaning.delay - 1.0)
+        return role_s
 
     def _polynomial(self, rest: Floats, token_s: Floats, attention_s: Floats) -> Floats:
         """Return `[rows, workers]`: token_s x rest + attention_s x `attention_work` of the rest."""
@@ -220,11 +235,13 @@ class PrefillPricing:
         """Return `[2, workers]`: price of the second copies that a step there makes.
 
         First of what other workers have, then of all that another worker has just computed. The
-        price is the linear part of computing it.
+        price is that of computing it.
         """
         own = np.maximum(self.resident, self._on_ssd)
-        copied: Floats = np.array((own.max() - own, self._tokens - 1.0 - own))
-        copied *= weight * self._table.token_s
+        end = np.array(((own.max(),), (self._tokens - 1.0,)))
+        token_s = self._table.token_s + (0.5 * self._table.attention_s) * (end + own)
+        copied: Floats = (end - own) * token_s
+        copied *= weight
         return copied
 
     def _queued(self) -> Floats:

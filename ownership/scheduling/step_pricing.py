@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ownership.scheduling.fleet import FleetView, Floats
 from ownership.scheduling.prefill_pricing import PrefillPricing, PrefillTerms
+from ownership.scheduling.roles import Leaning
 from ownership.scheduling.step import Step
 from ownership.scheduling.weights import PlacementWeights
 
@@ -34,6 +35,7 @@ class PlacementTerms(NamedTuple):
     """The predicted cost of one route in seconds, by term. The terms add up:
 
     C = T_queue + T_compute + T_network + T_restore + lambda M_HBM + mu I_decode + kappa M_copies
+        + roles
 
     where T_compute is `compute_s + decode_s`.
     """
@@ -54,6 +56,8 @@ class PlacementTerms(NamedTuple):
     """mu I_decode: price of the delay of running decodes."""
     copy_s: float
     """kappa M_copies: price of state that two workers have from then on."""
+    role_s: float
+    """Price of decoding where prefills gather, and of delaying decodes elsewhere (`roles`)."""
 
     @property
     def ttft_s(self) -> float:
@@ -70,17 +74,24 @@ class StepPricing:
     """The routes of one step over the fleet, priced by the figures at its creation."""
 
     def __init__(
-        self, step: Step, fleet: FleetView, weights: PlacementWeights, sources: Sequence[int] = ()
+        self,
+        step: Step,
+        fleet: FleetView,
+        weights: PlacementWeights,
+        sources: Sequence[int] = (),
+        leaning: Leaning | None = None,
     ) -> None:
-        """`sources`: the workers that a prefill may read from, by index."""
+        """`sources`: the workers that a prefill may read from, by index. `leaning`: soft roles."""
         self._step, self._fleet, self._weights = step, fleet, weights
         self.table = fleet.table()
-        self.sources = tuple(sources)
+        self.sources, self._leaning = tuple(sources), leaning
 
     @cached_property
     def prefills(self) -> PrefillPricing:
         """The price of everything before the first token."""
-        return PrefillPricing(self._step, self._fleet, self.table, self._weights, self.sources)
+        return PrefillPricing(
+            self._step, self._fleet, self.table, self._weights, self.sources, self._leaning
+        )
 
     @cached_property
     def local_row(self) -> NDArray[np.intp]:
@@ -131,8 +142,7 @@ class StepPricing:
     def terms(self, route: Route) -> PlacementTerms:
         """Return the terms of any route, also one that fetches, prefills and hands off."""
         prefills, at = self.prefills, route.prefill
-        row = int(self.local_row[at]) if route.source is None else prefills.row_of(route.source)
-        first = prefills.terms(row, at)
+        first = prefills.terms(self._row(route), at)
         if route.decode == at:
             return self._terms(route, [first])
         joined = prefills.terms(-1, route.decode)
@@ -146,9 +156,7 @@ class StepPricing:
 
     def resume_tokens(self, route: Route) -> int:
         """Return the token from which the prefill worker computes."""
-        at, prefills = route.prefill, self.prefills
-        row = int(self.local_row[at]) if route.source is None else prefills.row_of(route.source)
-        return int(prefills.resume[row, at])
+        return int(self.prefills.resume[self._row(route), route.prefill])
 
     def routes(self, remote: bool) -> Iterator[Route]:
         """Iterate over all possible routes, the simplest first."""
@@ -162,12 +170,22 @@ class StepPricing:
             for prefill in accepting:
                 yield from (Route(i, prefill) for i in accepting if i != prefill)
 
+    def _row(self, route: Route) -> int:
+        """Return the row of `prefills` by which the prefill worker gets the prompt's state."""
+        if route.source is not None:
+            return self.prefills.row_of(route.source)
+        return int(self.local_row[route.prefill])
+
     def _terms(self, route: Route, parts: Sequence[PrefillTerms]) -> PlacementTerms:
         """Add up the parts, and decoding."""
-        queue_s, network_s, restore_s, compute_s, delay_s, pages_s, copy_s = map(
+        queue_s, network_s, restore_s, compute_s, delay_s, pages_s, copy_s, role_s = map(
             sum, zip(*parts, strict=True)
         )
         decode_s, others_s = (x.item(route.decode) for x in self._decode_terms)
+        decode_role_s = 0.0
+        if self._leaning is not None:
+            decoding_s = self._unleaning_s.item(route.decode)
+            decode_role_s = (self._leaning.decode.item(route.decode) - 1.0) * decoding_s
         return PlacementTerms(
             queue_s,
             compute_s,
@@ -177,6 +195,7 @@ class StepPricing:
             self.prefills.hbm * (pages_s + decode_s),
             self._weights.stall * (delay_s + others_s),
             copy_s,
+            role_s + decode_role_s,
         )
 
     def _of_local_row(self, values: Floats) -> Floats:
@@ -204,9 +223,17 @@ class StepPricing:
     @cached_property
     def _decoding_s(self) -> Floats:
         """`[workers]`: price of decoding there; infinite if the worker accepts no requests."""
+        total_s = self._unleaning_s
+        if self._leaning is not None:
+            total_s = total_s * self._leaning.decode
+        return total_s + self._closed_s
+
+    @cached_property
+    def _unleaning_s(self) -> Floats:
+        """`[workers]`: price of decoding there if workers had no roles."""
         decode_s, delay_s = self._decode_terms
         total_s: Floats = (1.0 + self.prefills.hbm) * decode_s + self._weights.stall * delay_s
-        return total_s + self._closed_s
+        return total_s
 
     @cached_property
     def _closed_s(self) -> Floats:

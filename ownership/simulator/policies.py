@@ -29,17 +29,14 @@ def _free(**weights: float) -> Callable[[OwnerServe], OwnerServe]:
 
 
 def _staying(*actions: PlacementAction) -> Callable[[OwnerServe], OwnerServe]:
-    def changed(policy: OwnerServe) -> OwnerServe:
-        moves = {step: allowed - {*actions} for step, allowed in policy.moves.items()}
-        return replace(policy, moves=moves)
-
-    return changed
+    return lambda policy: replace(policy, moves=policy.moves - {*actions})
 
 
 TERMS: Mapping[str, Callable[[OwnerServe], OwnerServe]] = {
     "memory": _free(hbm_s_per_gib_s=0.0),
     "stalls": _free(stall=0.0),
     "copies": _free(copy=0.0),
+    "roles": _free(role=1.0),
     "remote": _staying(PlacementAction.REMOTE_PREFILL),
     "fetch": _staying(PlacementAction.ARTIFACT_FETCH),
     "migration": _staying(PlacementAction.STATE_MIGRATION),

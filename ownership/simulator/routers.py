@@ -90,10 +90,11 @@ class ReportsRouter(Router):
         self._loads: dict[str, WorkerLoad] = {}
 
     def update(self, now_s: float) -> None:
-        self.ledger.view(now_s)
+        known = self.ledger.view(now_s)
         for name, load in self._loads.items():
             returning = self.ledger.sessions.returning(name)
             self._fleet.set_load(name, load._replace(returning=returning))
+        self._fleet.prefill_demand = known.prefill_demand
 
     def on_report(self, worker: str, load: WorkerLoad, at_s: float, now_s: float) -> None:
         self._loads[worker] = load
@@ -124,6 +125,7 @@ class ExactRouter(Router):
             load = worker.load()
             idle = max(0, self._sessions[name] - load.running_requests)
             self._fleet.set_load(name, load._replace(returning=float(idle)))
+        self._fleet.prefill_demand = self.ledger.view(now_s).prefill_demand
 
     def on_placed(self, live: LiveSession, worker: str) -> None:
         self._sessions[worker] += 1

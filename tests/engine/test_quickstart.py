@@ -20,6 +20,7 @@ from tests.engine.harness import CHECKPOINTS, prompt_tokens, until
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]  # a server start
 
 README = Path(__file__).parents[2] / "README.md"
+START_PAGE = README.parent / "docs/start.md"
 
 
 def readme_command() -> list[str]:
@@ -42,6 +43,17 @@ class ReadmeServer(Server):
         settings = super().command()[3:]  # after `python -m module`
         settings = settings[settings.index("--served-model-name") :]
         return [vllm, *model, *settings]
+
+
+def send_start_page_request(server: Server) -> dict[str, Any]:
+    """Send the request of the quickstart as its reader does; return the report."""
+    blocks = re.findall(r"```bash\n(.*?)```", START_PAGE.read_text(), re.DOTALL)
+    (script,) = [x for x in blocks if "curl" in x]
+    script = script.replace("localhost:8000", server.url)
+    script = script.replace("/tmp/models/dense", server.model.name)
+    done = subprocess.run(["bash", "-c", script], stdout=subprocess.PIPE, text=True, check=True)
+    report: dict[str, Any] = json.loads(done.stdout)["kv_transfer_params"]["heterocache"]["report"]
+    return report
 
 
 def server_status(ssd_dir: Path) -> dict[str, Any]:
@@ -68,6 +80,9 @@ def test_a_prompt_sent_again_is_restored(tmp_path: Path) -> None:
         second = server.complete(prompt, max_tokens=4)
         restored = server.series("heterocache_hit_tokens_total")
         status = server_status(ssd_dir)
+        first_report = send_start_page_request(server)
+        server.reset_prefix_cache()
+        second_report = send_start_page_request(server)
         # No request follows: the engine is idle, and the gauges still show what is stored.
         until(lambda: stored(server, "dram") > 0 and stored(server, "ssd") > 0, deadline_s=20)
         server.reset_prefix_cache(external=True)
@@ -76,6 +91,8 @@ def test_a_prompt_sent_again_is_restored(tmp_path: Path) -> None:
     reasons = [(x["choice"], x["reason"]) for x in status["decisions"]]
     assert reasons == [("compute", "nothing_stored"), ("load", None)]
     assert status["decisions"][-1]["boundary"] >= 1024
+    assert (first_report["choice"], first_report["reason"]) == ("compute", "nothing_stored")
+    assert (second_report["choice"], second_report["restored_tokens"]) == ("load", {"dram": 2048})
     assert second.tokens == first.tokens
     assert second.cached_tokens is not None
     assert second.cached_tokens >= 1024

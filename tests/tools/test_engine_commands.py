@@ -271,7 +271,7 @@ def test_wrong_arguments_exit_with_2(start: Start, run: Run, tmp_path: Path) -> 
     for seconds in ("-5", "nan", "1e30"):
         code, out, err = run("pin", "--session", "s", "--seconds", seconds)
         assert (code, out) == (2, "")
-        assert "seconds must be seconds, above 0" in err
+        assert "seconds must be a number of seconds, above 0" in err
 
 
 def test_status_in_a_pipe_is_not_cut(

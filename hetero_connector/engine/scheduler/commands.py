@@ -333,7 +333,9 @@ class Taker:
         value = self._arguments.get(name, default)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not 0 < value <= most:
-            raise MalformedCommandError(f"{name} must be {unit}, above 0 and at most {most:.0f}")
+            raise MalformedCommandError(
+                f"{name} must be a number of {unit}, above 0, at most {most:.0f}"
+            )
         return float(value)
 
     def tokens(self, name: str) -> array[int]:

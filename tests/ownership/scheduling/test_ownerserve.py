@@ -38,7 +38,9 @@ CHEAP = OwnerServe(FREE)
 
 
 def decide(found: list[WorkerView], step: Step) -> PlacementDecision:
-    return POLICY.decide(step, FleetView(BYTE_A_TOKEN, found))
+    fleet = FleetView(BYTE_A_TOKEN, found)
+    fleet.prefill_demand = 0.4 * len(found)
+    return POLICY.decide(step, fleet)
 
 
 @given(workers(), steps())
@@ -206,4 +208,4 @@ def test_a_decision_is_explained_by_the_figures_it_was_made_by() -> None:
     decision = CHEAP.decide(Step(1_000), fleet)
     fleet.set_load("a", BUSY)
     assert decision.predicted.total_s == pytest.approx(1.0)
-    assert len(list(decision.candidates())) == 2
+    assert len(list(decision.candidates())) == 4

@@ -22,6 +22,7 @@ from ownership.scheduling import (
     WorkerPrefix,
     WorkerView,
 )
+from ownership.scheduling.roles import Leaning
 from ownership.scheduling.step_pricing import Route, StepPricing
 from tests.ownership.scheduling.fleets import (
     BYTE_A_TOKEN,
@@ -119,9 +120,10 @@ def test_terms_of_local_fetched_and_remote_routes() -> None:
     """
     fleet = fleet_of(worker("a", WorkerLoad(queued_tokens=50)), worker("b"))
     pricing = StepPricing(Step(1_000, {"b": WorkerPrefix(0, 900, 900)}), fleet, FREE, [1])
-    assert pricing.terms(Route(0, 0)) == pytest.approx((0.05, 1.0, 0, 0, 0, 0, 0, 0))
-    assert pricing.terms(Route(0, 0, 1)) == pytest.approx((0.05, 0.1, 0.04, 0, 0, 0, 0, 0))
-    assert pricing.terms(Route(0, 1)) == pytest.approx((0, 0.101, 0.0999, 0, 0, 0, 0, 0), abs=1e-9)
+    assert pricing.terms(Route(0, 0)) == pytest.approx((0.05, 1.0, 0, 0, 0, 0, 0, 0, 0))
+    assert pricing.terms(Route(0, 0, 1)) == pytest.approx((0.05, 0.1, 0.04, 0, 0, 0, 0, 0, 0))
+    remote = (0, 0.101, 0.0999, 0, 0, 0, 0, 0, 0)
+    assert pricing.terms(Route(0, 1)) == pytest.approx(remote, abs=1e-9)
 
 
 def test_terms_of_a_route_that_fetches_and_hands_off() -> None:
@@ -132,7 +134,7 @@ def test_terms_of_a_route_that_fetches_and_hands_off() -> None:
     fleet = fleet_of(worker("a"), worker("b"), worker("c"))
     pricing = StepPricing(Step(1_000, {"b": WorkerPrefix(0, 900, 900)}), fleet, FREE, [1])
     terms = pricing.terms(Route(2, 0, 1))
-    assert terms == pytest.approx((0, 0.101, 0.1899, 0, 0, 0, 0, 0), abs=1e-9)
+    assert terms == pytest.approx((0, 0.101, 0.1899, 0, 0, 0, 0, 0, 0), abs=1e-9)
     assert terms.ttft_s == pytest.approx(0.2909)
 
 
@@ -149,6 +151,25 @@ def test_terms_of_delayed_decodes() -> None:
     terms = StepPricing(step, fleet, PlacementWeights(0.5, 0.0, 0.0)).terms(Route(0, 0))
     assert terms.interference_s == pytest.approx(0.6 + 0.8)
     assert terms.decode_s == pytest.approx(20 * 0.3)
+
+
+def test_terms_of_roles() -> None:
+    """The same figures on a worker that leans to prefills by a quarter; 4 is the largest factor.
+
+    Decoding there is 4^0.25 as dear: 6 s and 0.8 of delays; the prefill's 0.6 are 4^0.75 as dear.
+    """
+    delays = InterferenceCoefficients(0.2, 0.02, 0.0, 0.1, 0.01, 0.0)
+    busy = WorkerLoad(running_requests=4)
+    fleet = fleet_of(
+        worker("a", busy, costs_of(step_tokens=5, interference=delays)), worker("b"), worker("c")
+    )
+    leaning = Leaning(4.0, 3, 0.25)
+    weights = PlacementWeights(0.5, 0.0, 0.0)
+    terms = StepPricing(Step(10, output_tokens=20.0), fleet, weights, (), leaning).terms(
+        Route(0, 0)
+    )
+    assert terms.interference_s == pytest.approx(0.6 + 0.8)
+    assert terms.role_s == pytest.approx((4**0.25 - 1) * (6.0 + 0.8) + (4**0.75 - 1) * 0.6)
 
 
 def test_terms_of_second_copies() -> None:

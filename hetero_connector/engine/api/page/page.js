@@ -200,13 +200,18 @@ function expected(session) {
   return earliest < 1 ? `now, within ${span(latest)}` : `in ${span(earliest)} to ${span(latest)}`;
 }
 
+function activity(session) {
+  const now = session.is_running ? "running" : `idle for ${span(session.idle_s)}`;
+  return session.pinned_for_s == null ? now : `${now}, pinned for ${span(session.pinned_for_s)}`;
+}
+
 function showSessions(view) {
   const rows = view.sessions.toSorted((a, b) => b.is_running - a.is_running || a.idle_s - b.idle_s).slice(0, ROWS).map((x) => {
     const chunks = sum(Object.values(x.chunks_by_tier)), tiers = Object.entries(x.chunks_by_tier).filter(([, n]) => n);
     const places = SOURCES.filter(({ key }) => x.chunks_by_tier[key]);
     return row(
       element("td", { className: "name", title: x.session }, x.session.slice(0, 16)),
-      x.is_running ? "running" : `idle for ${span(x.idle_s)}`, expected(x), number(count(x.turns)), number(count(x.tokens)),
+      activity(x), expected(x), number(count(x.turns)), number(count(x.tokens)),
       number(`${count(x.resumable_tokens)} (${share(x.resumable_tokens, x.tokens)})`),
       chunks
         ? element("td", {}, bar(places.map(({ key, color }) => [color, x.chunks_by_tier[key] / chunks, 1, ""]), "small"), tiers.map(([tier, n]) => `${TIERS[tier] ?? tier} ${share(n, chunks)}`).join(", "))

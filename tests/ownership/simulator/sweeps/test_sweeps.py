@@ -193,7 +193,7 @@ def test_policies_are_compared_with_the_first_on_the_same_sessions(
     table = capsys.readouterr().out.splitlines()
     (cells,) = [line.split(" | ") for line in table if line.startswith("| task waiting over")]
     assert cells[1] == "-"  # the reference itself
-    assert re.fullmatch(r"\**[01]\.\d+\**  ?\[0\.\d+, \d\.\d+\]", cells[2].replace("] ", "]"))
+    assert re.fullmatch(r"\**[01]\.\d+\**  ?\[\d\.\d+, \d\.\d+\]", cells[2].replace("] ", "]"))
     assert cells[3] == "- |"  # it refused requests
 
 

@@ -1,0 +1,80 @@
+"""Soft roles follow the prefills of the last minute, and are prices only."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_connector.planner.compute_model import InterferenceCoefficients
+from ownership.scheduling import OwnerServe, PlacementWeights, Step, WorkerLoad
+from ownership.scheduling.roles import Leaning, PrefillDemand
+from tests.ownership.scheduling.fleets import costs_of, fleet_of, worker
+
+
+@pytest.mark.parametrize("every_s", [0.1, 1.0, 7.0])
+def test_demand_is_the_workers_that_prefills_keep_busy(every_s: float) -> None:
+    demand = PrefillDemand(60.0)
+    now_s = 0.0
+    for _ in range(int(300 / every_s)):
+        now_s += every_s
+        demand.add(1.5 * every_s, now_s)
+    assert demand.workers(now_s + every_s / 2) == pytest.approx(1.5, rel=0.1)
+    assert demand.workers(now_s + 300) < 0.02
+
+
+def test_a_burst_at_the_start_is_little_demand() -> None:
+    demand = PrefillDemand(60.0)
+    for _ in range(30):
+        demand.add(0.5, 0.0)
+    assert demand.workers(0.0) == pytest.approx(0.25)
+
+
+def test_demand_survives_a_clock_that_goes_back() -> None:
+    demand = PrefillDemand(60.0)
+    demand.add(1.0, 10.0)
+    demand.add(1.0, 9.0)
+    assert 0.0 < demand.workers(11.0) <= 2.0
+    assert demand.workers(0.0) >= 0.0
+
+
+@given(st.floats(1, 10), st.integers(2, 9), st.floats(0, 20))
+def test_factors_lie_between_1_and_the_strength(strength: float, n: int, demand: float) -> None:
+    leaning = Leaning(strength, n, demand)
+    for factors in (leaning.decode, leaning.delay):
+        assert factors.min() >= 1.0
+        assert factors.max() <= strength * 1.000001
+    assert leaning.decode * leaning.delay == pytest.approx(strength)
+    assert leaning.decode[-1] == 1.0, "one worker is left to decodes"
+    assert sorted(leaning.decode, reverse=True) == pytest.approx(list(leaning.decode))
+
+
+def test_a_worker_leans_by_the_part_that_is_needed_of_it() -> None:
+    leaning = Leaning(2.0, 4, 1.5)
+    assert leaning.decode == pytest.approx([2.0, 2**0.5, 1.0, 1.0])
+
+
+def test_prefills_gather_at_the_first_workers_and_decodes_elsewhere() -> None:
+    """All four are equally busy. Without roles a session is placed where its name comes first."""
+    delays = InterferenceCoefficients(0.01, 0.001, 0.0, 0.0, 1e-3, 0.0)
+    busy = WorkerLoad(running_requests=4, context_tokens=400)
+    costs = costs_of(token_s=1e-3, peer_s=1e-9, interference=delays)
+    fleet = fleet_of(*(worker(name, busy, costs) for name in "abcd"))
+    step = Step(1_000, output_tokens=400.0)
+    alone = OwnerServe(PlacementWeights(copy=0.0, role=1.0)).decide(step, fleet).placement
+    assert (alone.prefill_worker, alone.decode_worker) == ("a", "a")
+    fleet.prefill_demand = 1.0
+    apart = OwnerServe(PlacementWeights(copy=0.0)).decide(step, fleet).placement
+    assert (apart.prefill_worker, apart.decode_worker) == ("a", "b")
+
+
+def test_an_unloaded_fleet_has_no_reason_to_move_anything() -> None:
+    fleet = fleet_of(*(worker(name) for name in "abcd"))
+    fleet.prefill_demand = 0.5
+    placement = OwnerServe().decide(Step(1_000, output_tokens=10.0), fleet).placement
+    assert placement.prefill_worker == placement.decode_worker
+
+
+def test_a_strength_below_1_is_refused() -> None:
+    with pytest.raises(ValueError, match="role is finite and at least 1"):
+        PlacementWeights(role=0.5)
