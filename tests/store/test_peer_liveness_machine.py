@@ -264,6 +264,7 @@ class PeerLivenessMachine(FleetLivenessMachine):
         self.resets += 1
         self.follow_reset()
         self.sealed.clear()
+        self.pinned.clear()
 
     @rule(kill=st.booleans())
     def restart(self, kill: bool) -> None:
@@ -330,5 +331,5 @@ class PeerLivenessMachine(FleetLivenessMachine):
 def test_whatever_peers_do_everything_comes_to_its_end() -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         PeerLivenessMachine,
-        settings=settings(max_examples=60, stateful_step_count=40, deadline=None),
+        settings=settings(max_examples=30, stateful_step_count=40, deadline=None),
     )

@@ -23,6 +23,13 @@ from tests.ownership.router.test_guide import CLI, free_ports
 pytestmark = pytest.mark.long
 
 
+def _is_listening(process: psutil.Process) -> bool:
+    try:
+        return any(c.status == psutil.CONN_LISTEN for c in process.net_connections())
+    except psutil.NoSuchProcess:
+        return False  # it has just ended
+
+
 class Processes:
     """`heterocache router --processes 2`."""
 
@@ -37,8 +44,7 @@ class Processes:
 
     def serving(self) -> list[psutil.Process]:
         """Return the processes that have the port open."""
-        children = psutil.Process(self.parent.pid).children()
-        return [x for x in children if any(c.status == "LISTEN" for c in x.net_connections())]
+        return [x for x in psutil.Process(self.parent.pid).children() if _is_listening(x)]
 
     def complete(self) -> int:
         """Send a request over a connection of its own."""
