@@ -15,7 +15,10 @@ from starlette.types import Message
 
 from benchmarks.stub_fleet import StubFleet
 from ownership.router.answer import Answer
+from ownership.router.config import WorkerAddress
 from ownership.router.doors import Api, Reason, Refusal
+from ownership.router.placer import Placed
+from ownership.router.workers import Worker
 from tests.ownership.router.bench import RunningRouter, seen, wait_until
 from tests.ownership.router.conftest import StartRouter
 
@@ -121,7 +124,8 @@ def sent_of(parts: list[bytes], *, is_cut: bool = False) -> list[bytes]:
 
     async def run() -> None:
         answer = Answer(send)
-        await answer.start(Response(), "a")  # type: ignore[arg-type]
+        placed = Placed(None, Worker(WorkerAddress("a", "http://a")))  # type: ignore[arg-type]
+        await answer.start(Response(), placed)  # type: ignore[arg-type]
         for part in parts:
             await answer.send(part)
         if is_cut:
