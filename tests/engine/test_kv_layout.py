@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.envs import disable_envs_cache
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.utils import (
     get_supported_kv_cache_layouts,
@@ -84,6 +85,7 @@ def test_a_backend_that_cannot_take_it_keeps_its_own(
 
 
 def test_the_users_choice_comes_first(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    disable_envs_cache()  # an engine of an earlier test has filled it
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NHD")
     assert resolved(config, FLASH_ATTENTION) == "LBNHC"
 
