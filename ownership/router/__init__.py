@@ -8,10 +8,12 @@
 - `config` is the file, `doors` the paths and their errors, `metrics` what is counted.
 - `policy_placer` places by `ownership.scheduling`: `figures` are the workers' own costs, `opening`
   makes it from the configuration, `decision_log` writes what it decided.
+- `shared_ledger`: what several routers have under way, as each knows it; `peers` carries their
+  messages through Redis.
 - `identity`: a request's tokens, and the names of its chunks, as the workers' connectors have them.
 - `view`: which worker has how much of a request's state, and how sure that is.
 
 The only package with a web framework besides an engine's own routes; no engine imports it. State
-belongs to one event loop; processes of one router share nothing but the port. Needs the extra
-`router`.
+belongs to one event loop; processes of one router share the port, and their load as several routers
+do. Needs the extra `router`.
 """

@@ -61,7 +61,7 @@ class _Router:
             stack.push_async_callback(prober.close)
             placer = self._placer
             if placer is None:
-                opening = open_placer(self._config, self._workers, session)
+                opening = open_placer(self._config, self._workers, session, self._metrics)
                 placer = await stack.enter_async_context(opening)
             self._proxy = Proxy(self._config, self._workers, placer, session, self._metrics)
             self._workers.on_change += [prober.follow, self._show_workers]

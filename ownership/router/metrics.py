@@ -46,6 +46,12 @@ class RouterMetrics:
             "in_flight", "Requests under way, by worker", ["worker"], multiprocess_mode="livesum"
         )
         self.queued = gauge("queued", "Requests that wait for room", multiprocess_mode="livesum")
+        self.peers = gauge(
+            "peers", "Other routers that share their load", multiprocess_mode="livemax"
+        )
+        self.peer_requests = gauge(
+            "peer_requests", "Their requests under way", multiprocess_mode="livemax"
+        )
         self.up = gauge(
             "worker_up", "1 if the worker serves", ["worker"], multiprocess_mode="livemin"
         )

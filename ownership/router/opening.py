@@ -22,6 +22,8 @@ from ownership.router.config import LEAST_LOADED, RouterConfig
 from ownership.router.decision_log import DecisionLog
 from ownership.router.figures import WorkerFigures
 from ownership.router.identity import ChainCache, PromptIdentity, open_tokenizer
+from ownership.router.metrics import RouterMetrics
+from ownership.router.peers import Peers
 from ownership.router.placer import LeastLoaded, Placer
 from ownership.router.policy_placer import PolicyPlacer
 from ownership.router.view import FleetChains, FleetWatch, PrefixViews, Trust
@@ -40,7 +42,10 @@ _log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def open_placer(
-    config: RouterConfig, workers: WorkerSet, session: aiohttp.ClientSession
+    config: RouterConfig,
+    workers: WorkerSet,
+    session: aiohttp.ClientSession,
+    metrics: RouterMetrics,
 ) -> AsyncIterator[Placer]:
     """Yield the placer of the configured policy. Raises RouterConfigError."""
     if config.policy_name == LEAST_LOADED:
@@ -59,12 +64,29 @@ async def open_placer(
             log = _checked("decisions", partial(DecisionLog, config.decisions))
             stack.callback(log.close)
         figures = WorkerFigures()
-        placer = PolicyPlacer(whole_policy(config.policy_name), views, figures, log)
+        peers = None
+        if config.directory.startswith("redis"):
+            peers = await stack.enter_async_context(_open_peers(config.directory, metrics))
+        placer = PolicyPlacer(whole_policy(config.policy_name), views, figures, log, peers=peers)
         asking = asyncio.get_running_loop().create_task(
             _keep_current(_Asked(config, workers, session), views, figures, placer)
         )
         stack.callback(asking.cancel)
         yield placer
+
+
+@asynccontextmanager
+async def _open_peers(url: str, metrics: RouterMetrics) -> AsyncIterator[Peers]:
+    from ownership.directory.redis import RedisMessageLog  # needs the extra `redis`
+
+    peers = Peers(RedisMessageLog(url), metrics)
+    exchanging = asyncio.get_running_loop().create_task(peers.run())
+    try:
+        yield peers
+    finally:
+        exchanging.cancel()
+        await asyncio.wait([exchanging])
+        await peers.close()
 
 
 def open_identity(config: RouterConfig) -> PromptIdentity:

@@ -20,8 +20,10 @@ from hetero_connector.session_ids import session_of
 from ownership.router.decision_log import DecisionLog
 from ownership.router.doors import Refusal
 from ownership.router.figures import WorkerFigures
+from ownership.router.peers import Peers
 from ownership.router.placer import LeastLoaded, Placed
 from ownership.router.requests import RouterRequest
+from ownership.router.shared_ledger import SharedLedger
 from ownership.router.view import Certainty, PrefixViews, PromptView
 from ownership.router.workers import Worker
 from ownership.scheduling import (
@@ -72,9 +74,11 @@ class PolicyPlacer:
         figures: WorkerFigures,
         log: DecisionLog | None = None,
         limits: LedgerLimits | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        """`log`: None if decisions are not written."""
+        """`log`: None if decisions are not written. `peers`: None if no other router is heard."""
         self._policy, self._views, self._figures, self._log = policy, views, figures, log
+        self._peers = peers
         self._limits = limits or LedgerLimits()
         self._ledger: Ledger | None = None
         """None until there is a worker."""
@@ -90,7 +94,8 @@ class PolicyPlacer:
         published = [x.published for x in self._views.fleet.engines()]
         fleet = self._figures.fleet(names, published)
         if self._ledger is None:
-            self._ledger = Ledger(fleet, self._limits)
+            make = Ledger if self._peers is None else self._peers.open_ledger
+            self._ledger = make(fleet, self._limits)
         else:
             self._ledger.set_fleet(fleet, now_s)
         self._names = self._accepting = frozenset(names)
@@ -149,6 +154,8 @@ class PolicyPlacer:
             ledger.accepts(name, name in by_name)
         self._accepting = frozenset(by_name)
         session_id = _session_id(request, body)
+        if isinstance(ledger, SharedLedger):
+            view = view.with_doubts(ledger.doubts(now_s))
         view, step = self._step(request, session_id, view, ledger)
         decision = self._policy.decide(step, ledger.view(now_s))
         placement = _whole(decision.placement)
@@ -194,13 +201,12 @@ class PolicyPlacer:
     ) -> dict[str, Any]:
         """Return what is known of a decision when it is made."""
         step = decision.step
-        session = hashlib.blake2b(step.session_id.encode(), digest_size=8).hexdigest()
         return {
             "format": 1,
             "time": time.time(),
             "path": request.door.name,
             "model": request.model,
-            "session": session if step.session_id else "",
+            "session": step.session_id,
             "policy": self._policy.name,
             "certainty": view.certainty,
             "reasons": list(view.reasons),
@@ -246,10 +252,13 @@ def _decoded(body: bytes) -> object:
 
 
 def _session_id(request: RouterRequest, body: object) -> str:
-    """Return the session that the request names, apart from those of other clients."""
+    """Return a digest of the session that the request names, apart from other clients' ones."""
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
     given = session_of(headers, body if isinstance(body, Mapping) else {})
-    return f"{request.caller}/{given}" if given else ""
+    if not given:
+        return ""
+    name = f"{request.caller}/{given}"
+    return hashlib.blake2b(name.encode(errors="replace"), digest_size=8).hexdigest()
 
 
 def _guessed_tokens(request: RouterRequest) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Set
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
@@ -194,6 +194,15 @@ class Ledger:
     def __len__(self) -> int:
         """Return the number of requests in flight."""
         return len(self._in_flight)
+
+    def __contains__(self, request: Hashable) -> bool:
+        """Return True if the request is in flight."""
+        return request in self._in_flight
+
+    @property
+    def workers(self) -> Set[str]:
+        """The names of the workers."""
+        return self._workers.keys()
 
     def sent(self, request: Hashable, work: Work, now_s: float) -> None:
         """A request is sent to its prefill worker.

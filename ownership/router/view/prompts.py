@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -37,6 +37,15 @@ class PromptView:
     """Why it is not exact: `Doubt` and `Reason`."""
     chains: Mapping[ChainNaming, PromptChain] = field(default_factory=dict)
     """The chain by each naming that servers of this fleet have."""
+
+    def with_doubts(self, doubts: Collection[str]) -> PromptView:
+        """Return the view, made less certain by further reasons."""
+        if not doubts:
+            return self
+        knows_anything = self.certainty is not Certainty.BLIND
+        reasons = tuple(sorted({*self.reasons, *doubts}))
+        sure = certainty(reasons, knows_anything=knows_anything)
+        return replace(self, certainty=sure, reasons=reasons)
 
 
 class _Engine(NamedTuple):
