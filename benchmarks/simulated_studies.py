@@ -29,6 +29,8 @@ COSTS = (
     "launch_s", "weights_s", "token_s", "pair_s", "context_s", "pcie", "ssd_read", "rdma",
 )  # fmt: skip
 """Coefficients of machines, which policies know: of a `Roofline`, and a link's seconds per byte."""
+WITHOUT = ("ownerserve", *(f"ownerserve+without={term}" for term in TERMS))
+"""`ownerserve`, whole and without each of its parts."""
 CACHES = (
     "colocated", "colocated+checkpoints=full", "colocated+checkpoints=periodic:4",
     "colocated+checkpoints=zero", "colocated+eviction=lru", "colocated+eviction=value",
@@ -175,9 +177,11 @@ STUDIES = (
         for name, model, first in (("hybrid", HYBRID, 48), ("dense", DENSE, 8))
     ),
     Study(
-        "mooncake-terms", "mooncake", DENSE, [Setting(4, 3.3, 2_000)],
-        ("ownerserve", *(f"ownerserve+without={term}" for term in TERMS)),
+        "mooncake-terms", "mooncake", DENSE,
+        [Setting(4, 3.3, 2_000), Setting(16, 13.28, 2_500)], WITHOUT,
     ),
+    Study("agents-terms", "agents", HYBRID, [Setting(2, 0.8, 150, 0.5)], WITHOUT),
+    Study("agents-dense-terms", "agents", DENSE, [Setting(4, 1.0, 120, 0.5)], WITHOUT),
     Study(
         "mooncake-costs", "mooncake", DENSE,
         [

@@ -111,9 +111,10 @@ def _name(value: object) -> str | None:
 
 def _seconds(most: float) -> Callable[[object], float]:
     def seconds(value: object) -> float:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if is_number and 0 <= value <= most:  # type: ignore[operator]
-            return float(value)  # type: ignore[arg-type]
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            value = math.nan
+        if 0 <= value <= most:
+            return float(value)
         raise ValueError(f"seconds from 0 to {most:.0f}")
 
     return seconds

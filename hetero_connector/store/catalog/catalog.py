@@ -700,12 +700,7 @@ class Catalog:
     @_locked
     def leave_to_ssd(self) -> None:
         """Drop every DRAM copy that is on SSD too and not pinned: to measure the SSD."""
-        pinned = set(self.tiers.pinned())
-        for artifact in list(self.tiers.index.artifacts()):
-            if artifact in pinned or artifact.node in self.tiers.timed_pins:
-                continue
-            if artifact.dram is not None and artifact.ssd is not None:
-                self.tiers.drop(artifact, Tier.DRAM)
+        self.tiers.leave_to_ssd()
 
     @_locked
     def publish_gauges(self) -> None:
@@ -777,15 +772,14 @@ class Catalog:
         now_s = self.clock()
         if now_s >= self._gauges_due_s:
             self._gauges_due_s = now_s + GAUGE_INTERVAL_S
-            self.tiers.publish_gauges()
-            self._publish_health()
+            self.publish_gauges()
 
     def health(self) -> Health:
         """Return what works. Takes no lock."""
-        is_alive = self.serves_loads
         if self.config.ssd_dir is None:
-            return Health(is_alive)
-        return Health(is_alive, self.writes.is_writable, self.ssd_readable, self.late_bytes)
+            return Health(self.serves_loads)
+        ssd = self.writes.is_writable, self.ssd_readable, self.late_bytes
+        return Health(self.serves_loads, *ssd)
 
     def _publish_health(self) -> None:
         io_alive, ssd_writable, ssd_readable, quarantined_bytes = self.health()

@@ -270,6 +270,14 @@ class Tiers:
             if artifact.pins or self._pins.has(artifact)
         ]
 
+    def leave_to_ssd(self) -> None:
+        """Drop every DRAM copy that is on SSD too and not pinned."""
+        pinned = set(self.pinned())
+        for artifact in list(self.index.artifacts()):
+            is_kept = artifact in pinned or artifact.node in self.timed_pins
+            if not is_kept and artifact.dram is not None and artifact.ssd is not None:
+                self.drop(artifact, Tier.DRAM)
+
     def occupancy(self) -> list[Occupancy]:
         """Return the contents of each tier."""
         pools = [self.dram] if self.ssd is None else [self.dram, self.ssd]
