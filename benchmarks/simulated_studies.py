@@ -178,7 +178,7 @@ STUDIES = (
     ),
     Study(
         "mooncake-terms", "mooncake", DENSE,
-        [Setting(4, 3.3, 2_000), Setting(16, 13.28, 2_500)], WITHOUT,
+        [Setting(4, 3.3, 2_000), Setting(4, 4.2, 2_000), Setting(16, 13.28, 2_500)], WITHOUT,
     ),
     Study("agents-terms", "agents", HYBRID, [Setting(2, 0.8, 150, 0.5)], WITHOUT),
     Study("agents-dense-terms", "agents", DENSE, [Setting(4, 1.0, 120, 0.5)], WITHOUT),

@@ -7,8 +7,8 @@ from ownership.scheduling.decision import PlacementCandidate, PlacementDecision
 
 _HEADER = (
     "", "action", "decode at", "prefill at", "reads from", "resume", "queue ms", "compute ms",
-    "network ms", "restore ms", "decode ms", "hbm ms", "interference ms", "copies ms",
-    "roles ms", "total ms",
+    "network ms", "restore ms", "decode ms", "interference ms", "copies ms", "roles ms",
+    "total ms",
 )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ class OwnerServe:
     """
 
     weights: PlacementWeights = field(default_factory=PlacementWeights)
-    """lambda, mu, kappa and the strength of roles."""
+    """mu, kappa and the strength of roles."""
     thresholds: ClassThresholds = field(default_factory=ClassThresholds)
     moves: frozenset[PlacementAction] = frozenset({_REMOTE, _FETCH, _MIGRATE})
     """The moves over the network that are considered."""

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hetero_connector.units import GIB
 from ownership.scheduling.fleet import FleetView, Floats, WorkerTable
 from ownership.scheduling.roles import Leaning
 from ownership.scheduling.step import Step
@@ -32,8 +31,6 @@ class PrefillTerms(NamedTuple):
     compute_s: float
     delay_s: float
     """Delay of its running decodes, summed over them."""
-    pages_s: float
-    """Time for which the prompt's pages are occupied."""
     copy_s: float
     """Price of state that two workers have from then on."""
     role_s: float
@@ -65,8 +62,6 @@ class PrefillPricing:
         self._state_bytes = footprint.all_token_bytes, footprint.all_checkpoint_bytes
         self._per_layer = 1.0 + 1.0 / footprint.num_layers
         page_bytes = footprint.page_bytes_per_token
-        self.hbm = weights.hbm_s_per_gib_s * page_bytes * self._tokens / GIB
-        """Seconds of cost for each second that the prompt's pages are occupied."""
         self._in_hbm, self.readable, self._on_ssd = self._prefixes(step, fleet)
         self.resident: Floats = np.maximum(self._in_hbm, self.readable)
         """`[workers]`: tokens that each has in HBM or DRAM."""
@@ -119,7 +114,6 @@ class PrefillPricing:
             max(ssd_s - max(queue_s, network_s), 0.0) + exposed_s,
             compute_s,
             self._delay_s[row].item(worker),
-            exposed_s + compute_s,
             self._copy_s[0 if row >= 0 else 1].item(worker),
             self._role_s[row].item(worker),
         )
@@ -143,9 +137,8 @@ class PrefillPricing:
         self.active_s: Floats = self._exposed_s + self._compute_s
         """Seconds from the first page filled to the last token computed."""
         self._role_s = self._roles()
-        self.price_s: Floats = self.hbm * self.active_s + self._stall * self._delay_s
+        self.price_s: Floats = self._stall * self._delay_s + self._role_s
         """The price for other requests."""
-        self.price_s += self._role_s
         self.price_s[:-1] += self._copy_s[0]
         self.price_s[-1] += self._copy_s[1]
         self._network_s, self._ssd_s = np.zeros((2, *resume.shape))

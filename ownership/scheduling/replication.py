@@ -87,9 +87,7 @@ class HotSpotReplicas:
         step = Step(
             prefix.tokens + 1, prefixes={**prefixes, source: WorkerPrefix(0, prefix.tokens)}
         )
-        pricing = PrefillPricing(
-            step, fleet, table, PlacementWeights(0.0, 0.0, 0.0), [index[source]]
-        )
+        pricing = PrefillPricing(step, fleet, table, PlacementWeights(0.0, 0.0), [index[source]])
         gain_s = pricing.saved_by_reading_s()
         order = np.argsort(table.queued_tokens, kind="stable").tolist()
         targets = [

@@ -34,8 +34,7 @@ class Route(NamedTuple):
 class PlacementTerms(NamedTuple):
     """The predicted cost of one route in seconds, by term. The terms add up:
 
-    C = T_queue + T_compute + T_network + T_restore + lambda M_HBM + mu I_decode + kappa M_copies
-        + roles
+    C = T_queue + T_compute + T_network + T_restore + mu I_decode + kappa M_copies + roles
 
     where T_compute is `compute_s + decode_s`.
     """
@@ -50,8 +49,6 @@ class PlacementTerms(NamedTuple):
     """Loading from SSD to DRAM and from DRAM to pages, less the part that is hidden."""
     decode_s: float
     """Decoding the expected tokens in the batch that it joins."""
-    hbm_s: float
-    """lambda M_HBM: price of the KV pages it occupies meanwhile."""
     interference_s: float
     """mu I_decode: price of the delay of running decodes."""
     copy_s: float
@@ -178,7 +175,7 @@ class StepPricing:
 
     def _terms(self, route: Route, parts: Sequence[PrefillTerms]) -> PlacementTerms:
         """Add up the parts, and decoding."""
-        queue_s, network_s, restore_s, compute_s, delay_s, pages_s, copy_s, role_s = map(
+        queue_s, network_s, restore_s, compute_s, delay_s, copy_s, role_s = map(
             sum, zip(*parts, strict=True)
         )
         decode_s, others_s = (x.item(route.decode) for x in self._decode_terms)
@@ -192,7 +189,6 @@ class StepPricing:
             network_s,
             restore_s,
             decode_s,
-            self.prefills.hbm * (pages_s + decode_s),
             self._weights.stall * (delay_s + others_s),
             copy_s,
             role_s + decode_role_s,
@@ -232,7 +228,7 @@ class StepPricing:
     def _unleaning_s(self) -> Floats:
         """`[workers]`: price of decoding there if workers had no roles."""
         decode_s, delay_s = self._decode_terms
-        total_s: Floats = (1.0 + self.prefills.hbm) * decode_s + self._weights.stall * delay_s
+        total_s: Floats = decode_s + self._weights.stall * delay_s
         return total_s
 
     @cached_property

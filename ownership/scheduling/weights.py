@@ -1,16 +1,14 @@
-"""Prices of other requests' time, of memory and of copies, in seconds of a step."""
+"""Prices of other requests' time and of copies, in seconds of a step."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from hetero_connector.planner.cost_model import CostWeights
-
 
 @dataclass(frozen=True)
-class PlacementWeights(CostWeights):
-    """The planner's prices, and the price of second copies."""
+class PlacementWeights:
+    """The prices of a placement besides its own time. Each pays in a study: decision 75."""
 
     stall: float = 0.3
     """mu: seconds of cost for each second of delay of one running decode. It is higher than the
@@ -20,15 +18,15 @@ class PlacementWeights(CostWeights):
     copy: float = 3.0
     """kappa: price of state of which two workers have a copy from then on, as a multiple of the
     time to compute it. Once a cache is full, a second copy evicts other state of that size, which
-    has to be computed again. Attention is in it: without it, long dense contexts that filled the
-    caches were moved until tasks took 1.6 times as long as under policies that move nothing."""
+    has to be computed again. Without it, agents with long dense contexts, which fill the caches,
+    wait twice as long."""
     role: float = 2.0
     """The factor of prices by which workers lean to prefills or to decodes (`roles`); 1: they do
     not."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        for weight in (self.stall, self.copy):
+            if not 0.0 <= weight < math.inf:
+                raise ValueError(f"stall and copy are finite and at least 0: {self}")
         if not 1.0 <= self.role < math.inf:
             raise ValueError(f"role is finite and at least 1: {self}")
-        if not 0.0 <= self.copy < math.inf:
-            raise ValueError(f"copy is finite and at least 0: {self}")

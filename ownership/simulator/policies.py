@@ -33,7 +33,6 @@ def _staying(*actions: PlacementAction) -> Callable[[OwnerServe], OwnerServe]:
 
 
 TERMS: Mapping[str, Callable[[OwnerServe], OwnerServe]] = {
-    "memory": _free(hbm_s_per_gib_s=0.0),
     "stalls": _free(stall=0.0),
     "copies": _free(copy=0.0),
     "roles": _free(role=1.0),

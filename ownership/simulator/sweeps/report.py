@@ -67,11 +67,16 @@ def _row(
 def _ratios(
     found: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]
 ) -> dict[str, Ratio]:
-    """Compare with the reference, unless it is the same or one of both refused requests."""
-    both = [*found, *reference]
-    seeds = [[x["point"]["seed"] for x in side] for side in (found, reference)]
-    is_fair = all("blocks" in x and not x["figures"].get("refused") for x in both)
-    if found is reference or not is_fair or seeds[0] != seeds[1]:
+    """Compare with the reference, unless it is the same or refused other numbers of requests.
+
+    A prompt that fits no worker is refused under every policy.
+    """
+    served = [
+        [(x["point"]["seed"], x["figures"].get("refused", 0.0)) for x in side]
+        for side in (found, reference)
+    ]
+    has_blocks = all("blocks" in x for x in [*found, *reference])
+    if found is reference or not has_blocks or served[0] != served[1]:
         return {}
     ours, theirs = ([BlockSums(**x["blocks"]) for x in side] for side in (found, reference))
     ratios = {name: paired_ratio(ours, theirs, name) for name in MEANS}

@@ -28,7 +28,7 @@ from ownership.scheduling import (
 
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
 GIB = 1 << 30
-FREE = PlacementWeights(0.0, 0.0, 0.0)
+FREE = PlacementWeights(0.0, 0.0)
 BYTE_A_TOKEN = StateFootprint({KV: 1.0}, {}, 1.0, 1)
 """One byte of state and of pages per token, in one layer."""
 

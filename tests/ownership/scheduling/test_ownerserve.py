@@ -157,7 +157,7 @@ def test_each_action_is_the_cheapest_of_some_step(
 def test_a_session_stays_until_waiting_costs_more_than_a_copy() -> None:
     """Its 900 tokens elsewhere cost 0.9 s of copies, 0.09 s of reading; 0.1 s computes anywhere."""
     step = Step(1_000, held_by_a(900), "s", "a", 900)
-    policy = OwnerServe(PlacementWeights(0.0, 0.0, 1.0))
+    policy = OwnerServe(PlacementWeights(0.0, 1.0))
     for queued, owner in ((980, "a"), (1_000, "b")):
         load = WorkerLoad(queued_tokens=queued)
         decision = policy.decide(step, fleet_of(worker("a", load), worker("b")))

@@ -110,5 +110,5 @@ def test_ownerserve_without_its_terms() -> None:
         assert without(OwnerServe()) != OwnerServe(), term
     with pytest.raises(SimulationError, match="colocated has no such option, only ownerserve"):
         parse_policy("colocated+without=moves")
-    with pytest.raises(SimulationError, match="without is 'luck'; there are memory"):
+    with pytest.raises(SimulationError, match="without is 'luck'; there are stalls"):
         parse_policy("ownerserve+without=luck")
