@@ -4,7 +4,7 @@ It answers the OpenAI and Anthropic paths with numbered tokens, streamed or not.
 `stub` says how: `events`, `first_s` and `gap_s` (seconds before the first event and between two),
 and `fault`: `refuse` (status 503), `lose` (the connection ends before the first byte), `cut` (it
 ends in the middle), `stop` (nothing more comes) or `exit` (the process ends in the middle, as by
-kill -9). `GET /stub` tells what it has seen.
+kill -9). `GET /stub` tells what it has seen, `GET /metrics` how many requests are under way.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class StubServer:
         self.name = name
         self.model = model
         self.is_healthy = True
+        self.running = 0
         self.seen: Counter[str] = Counter()
         self.last_headers: dict[str, str] = {}
         self.last_body = ""
@@ -99,6 +100,8 @@ class StubConnection(asyncio.Protocol):
             self._send(200 if server.is_healthy else 503, {})
         elif path == "/v1/models":
             self._send(200, {"object": "list", "data": [{"id": server.model, "object": "model"}]})
+        elif path == "/metrics":
+            self._send_text(f'vllm:num_requests_running{{engine="0"}} {server.running:.1f}\n')
         elif path == "/stub":
             about = {"last_headers": server.last_headers, "last_body": server.last_body}
             self._send(200, {"seen": server.seen, **about})
@@ -112,7 +115,11 @@ class StubConnection(asyncio.Protocol):
                 request = json.loads(body or b"{}")
             except ValueError:
                 request = {}
-            await self._generate(path, request)
+            server.running += 1
+            try:
+                await self._generate(path, request)
+            finally:
+                server.running -= 1
 
     async def _generate(self, path: str, request: dict[str, Any]) -> None:
         stub = request.get("stub", {})
@@ -166,8 +173,13 @@ class StubConnection(asyncio.Protocol):
         write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
     def _send(self, status: int, answer: dict[str, Any]) -> None:
-        body = json.dumps(answer).encode()
-        head = f"HTTP/1.1 {status} OK\r\ncontent-type: application/json\r\n"
+        self._send_body(status, json.dumps(answer).encode(), "application/json")
+
+    def _send_text(self, text: str) -> None:
+        self._send_body(200, text.encode(), "text/plain; version=0.0.4")
+
+    def _send_body(self, status: int, body: bytes, kind: str) -> None:
+        head = f"HTTP/1.1 {status} OK\r\ncontent-type: {kind}\r\n"
         self._transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode())
         if not self._is_head:
             self._transport.write(body)

@@ -6,8 +6,8 @@
 - `workers` says which workers there are and what each has under way; `discovery` finds them,
   `probes` asks if they serve.
 - `config` is the file, `doors` the paths and their errors, `metrics` what is counted.
-- `policy_placer` places by `ownership.scheduling`: `figures` are the workers' own costs, `opening`
-  makes it from the configuration, `decision_log` writes what it decided.
+- `policy_placer` places by `ownership.scheduling`: `figures` are the workers' own costs, `reports`
+  their own loads; `opening` makes it from the configuration, `decision_log` writes what it decided.
 - `shared_ledger`: what several routers have under way, as each knows it; `peers` carries their
   messages through Redis.
 - `identity`: a request's tokens, and the names of its chunks, as the workers' connectors have them.

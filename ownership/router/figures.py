@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -79,14 +79,14 @@ class WorkerFigures:
     async def _ask(self, name: str, ask: Ask) -> None:
         known = self._known.get(name, Figures())
         try:
-            page_tokens = known.page_tokens or _page_tokens(await ask("GET", "/metrics", None))
+            tokens = known.page_tokens or page_tokens(await ask("GET", "/metrics", None))
             profile = _profile(await ask("GET", "/v1/heterocache/costs", None))
         except (OSError, ValueError, TimeoutError) as error:
             if name not in self._known:
                 _log.info("worker %s has default costs: %s", name, error)
             self._known[name] = known
         else:
-            self._known[name] = Figures(profile, page_tokens)
+            self._known[name] = Figures(profile, tokens)
 
 
 @lru_cache(maxsize=8)
@@ -103,7 +103,7 @@ def _profile(answer: object) -> CostProfile:
     return CostProfile.from_json(msgspec.json.encode(told[0]))
 
 
-def _page_tokens(metrics: Any) -> int:
+def page_tokens(metrics: object) -> int:
     """Return the tokens of a worker's pages by vLLM's metrics, the engines together; 0: unknown."""
     total = 0
     for labels in _PAGES.findall(metrics if isinstance(metrics, str) else ""):

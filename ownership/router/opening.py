@@ -26,6 +26,7 @@ from ownership.router.metrics import RouterMetrics
 from ownership.router.peers import Peers
 from ownership.router.placer import LeastLoaded, Placer
 from ownership.router.policy_placer import PolicyPlacer
+from ownership.router.reports import LoadReports
 from ownership.router.view import FleetChains, FleetWatch, PrefixViews, Trust
 from ownership.router.view.checks import Ask
 from ownership.router.workers import Worker, WorkerSet, WorkerState
@@ -68,10 +69,10 @@ async def open_placer(
         if config.directory.startswith("redis"):
             peers = await stack.enter_async_context(_open_peers(config.directory, metrics))
         placer = PolicyPlacer(whole_policy(config.policy_name), views, figures, log, peers=peers)
-        asking = asyncio.get_running_loop().create_task(
-            _keep_current(_Asked(config, workers, session), views, figures, placer)
-        )
-        stack.callback(asking.cancel)
+        asked = _Asked(config, workers, session)
+        reports = LoadReports(asked.servers, placer.on_report, config.probe_s)
+        for work in (_keep_current(asked, views, figures, placer), reports.run()):
+            stack.callback(asyncio.get_running_loop().create_task(work).cancel)
         yield placer
 
 

@@ -22,6 +22,7 @@ from ownership.router.doors import Refusal
 from ownership.router.figures import WorkerFigures
 from ownership.router.peers import Peers
 from ownership.router.placer import LeastLoaded, Placed
+from ownership.router.reports import LoadReport
 from ownership.router.requests import RouterRequest
 from ownership.router.shared_ledger import SharedLedger
 from ownership.router.view import Certainty, PrefixViews, PromptView
@@ -101,6 +102,22 @@ class PolicyPlacer:
         self._names = self._accepting = frozenset(names)
         for name in names:
             self._ledger.accepts(name, True)
+
+    def on_report(self, report: LoadReport) -> None:
+        """A worker has told its load. The requests of this router are known better."""
+        ledger, name = self._ledger, report.worker
+        if ledger is None or name not in ledger.workers:
+            return
+        changed_s, age_s = ledger.changed_s(name), ledger.report_age_s(name, report.told_s)
+        if changed_s >= report.asked_s and age_s < 0.5 * self._limits.trust_s:
+            return  # it cannot be told which of its requests are others'
+        own = ledger.own(name)
+        least = own.prefilling + own.decoding - report.load.waiting_requests
+        load = report.load._replace(
+            running_requests=max(least, report.load.running_requests),
+            accepting=name in self._accepting,
+        )
+        ledger.reported(name, load, report.told_s, report.told_s)
 
     async def place(self, request: RouterRequest, candidates: Sequence[Worker]) -> Placed | Refusal:
         if request.door.name not in PLACED:

@@ -338,6 +338,11 @@ class Ledger:
         """
         return now_s - self._workers[worker].reported_s
 
+    def changed_s(self, worker: str) -> float:
+        """Return when the part that this router sent changed last; minus infinity: never."""
+        history = self._workers[worker].history
+        return history[-1][0] if history else -math.inf
+
     def own(self, worker: str) -> Share:
         """Return the part of a worker's load that this router sent."""
         return self._workers[worker].own

@@ -27,7 +27,9 @@ from ownership.router.figures import WorkerFigures
 from ownership.router.identity import ChainCache, PromptIdentity
 from ownership.router.opening import open_identity, whole_policy
 from ownership.router.policy_placer import PolicyPlacer
+from ownership.router.reports import reported_load
 from ownership.router.view import FleetChains, PrefixViews, PublishedChain, Trust
+from ownership.scheduling import WorkerLoad
 from tests.ownership.router.bench import RunningRouter, config_of, wait_until
 from tests.planner.chains import DENSE, costs_of
 
@@ -241,3 +243,36 @@ def test_the_policy_follows_from_what_is_configured(tmp_path: Path) -> None:
     absent = config_of(tmp_path, workers=workers, model_path="/no/such/model")
     with pytest.raises(RouterConfigError, match="model_path: cannot find the files of model"):
         open_identity(absent)
+
+
+def test_load_that_other_clients_send_to_a_worker_is_seen(fleet: StubFleet, tmp_path: Path) -> None:
+    config = config_of(tmp_path, workers=fleet.urls, policy="ownerserve", probe_s=0.1)
+    with RunningRouter(config) as router:
+        for busy, idle in (fleet.urls, fleet.urls[::-1]):
+            slow = {"stream": True, "stub": {"events": 10_000, "gap_s": 0.05}}
+            with httpx.stream("POST", f"{busy}/v1/completions", json=slow) as answer:
+                parts = answer.iter_raw()
+                next(parts)
+                places = [""] * 6
+                wait_until(lambda p=places, u=idle: placed_next(router, p) == {u[7:]})
+
+
+def placed_next(router: RunningRouter, places: list[str]) -> set[str]:
+    """Send a request, and return the workers of the newest ones."""
+    places[:] = [*places[1:], worker_of(router.complete(prompt="x"))]
+    return set(places)
+
+
+def test_a_load_is_read_from_the_metrics_of_all_engines() -> None:
+    metrics = (
+        'vllm:num_requests_running{engine="0",model_name="m"} 3.0\n'
+        'vllm:num_requests_running{engine="1",model_name="m"} 1.0\n'
+        'vllm:num_requests_waiting{engine="0",model_name="m"} 2.0\n'
+        'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 7.0\n'
+        'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5\n'
+        'vllm:request_prompt_tokens_sum{engine="0",model_name="m"} 3000.0\n'
+        'vllm:request_prompt_tokens_count{engine="0",model_name="m"} 10.0\n'
+        'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'
+    )
+    assert reported_load(metrics) == WorkerLoad(600, 2, 4, 800)
+    assert reported_load("python_info 1.0\n") is None
