@@ -16,12 +16,11 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from hetero_connector.errors import HeteroCacheError, StoreError
-from hetero_connector.tools import engine_commands
+from hetero_connector.tools import engine_commands, simulation_commands
 from hetero_connector.tools.command import (
     EXIT_BAD,
     EXIT_OK,
     FLEET,
-    SIMULATION,
     STATE,
     STATUS,
     Json,
@@ -37,9 +36,6 @@ _Row = TypeVar("_Row")
 _Stored = Annotated[
     Path, typer.Argument(metavar="DIR", help="An ssd_dir, or one model's directory in it.")
 ]
-_Format = Annotated[
-    str | None, typer.Option(help="Format of the trace. Its first line tells if this is not set.")
-]
 
 app = typer.Typer(
     help="Examine and manage HeteroCache's state on this machine.",
@@ -48,9 +44,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-_trace = typer.Typer(help="Analyse recorded requests.", no_args_is_help=True)
 engine_commands.register(app)
-app.add_typer(_trace, name="trace", rich_help_panel=SIMULATION)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -400,74 +394,6 @@ def router(
     return EXIT_OK
 
 
-@command(_trace, SIMULATION, "trace stats conversation_trace.jsonl", name="stats")
-def trace_stats(
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="A trace, plain or gzip, or a directory of its files."),
-    ],
-    format: _Format = None,
-    as_json: Json = False,
-) -> int:
-    """Print statistics of the prefixes that a trace uses again."""
-    from ownership.simulator.traces.tables import print_stats
-
-    try:
-        print_stats(file, format, as_json=as_json)
-    except (HeteroCacheError, OSError) as e:
-        return complain(e)
-    return EXIT_OK
-
-
-@command(
-    app,
-    SIMULATION,
-    "simulate --trace T.jsonl --fleet fleet.yaml --out results --policies ownerserve,dynamo_kv",
-    "simulate --trace T.jsonl --fleet fleet.yaml --out results --sweep rate=0.2,0.4",
-)
-def simulate(
-    trace: Annotated[Path, typer.Option(help="A trace file, or a directory of them.")],
-    fleet: Annotated[Path, typer.Option(help="YAML file, see docs/internals/simulator.md.")],
-    out: Annotated[
-        Path, typer.Option(help="Output directory; an interrupted sweep in it is resumed.")
-    ],
-    format: _Format = None,
-    policies: Annotated[
-        str, typer.Option(metavar="A,B,...", help="Scheduling policies to compare.")
-    ] = "ownerserve",
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=A,B,...",
-            help="Values of rate, sharing, sessions, seed or workers. May be repeated.",
-        ),
-    ] = None,
-    processes: Annotated[int, typer.Option(min=1, help="Simulations to run in parallel.")] = 1,
-    timeline: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Record the only simulation, for https://ui.perfetto.dev."
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> int:
-    """Simulate a fleet on a recorded trace."""
-    try:
-        from ownership.simulator.sweeps import command
-        from ownership.simulator.sweeps.running import Inputs
-
-        inputs = Inputs(trace, format, fleet)
-        names = [name for name in policies.split(",") if name]
-        command.sweep(
-            inputs, names, sweep or [], out, processes, as_json=as_json, timeline=timeline
-        )
-    except ImportError as e:  # msgspec raises its own where PyYAML is missing
-        return complain(f"{e.name or e} is missing: pip install 'heterocache[sim]'")
-    except (HeteroCacheError, OSError) as e:
-        return complain(e)
-    return EXIT_OK
-
-
 def _one_model(path: Path) -> Path:
     from hetero_connector.tools import inspection
 
@@ -487,6 +413,8 @@ def _progress(rows: Sequence[_Row]) -> Iterable[_Row]:
 
     return track(rows, "artifacts", console=Console(stderr=True), transient=True)
 
+
+simulation_commands.register(app)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,18 +1,28 @@
-"""Decisions as lines of JSON, written by a thread: a slow disk delays no request."""
+"""Decisions as lines of JSON, written by a thread: a slow disk delays no request.
+
+The format is `ownership.decisions.records`.
+"""
 
 from __future__ import annotations
 
 import logging
 import queue
+import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from hetero_connector.artifacts.record import ChunkKey
+from ownership.decisions.records import DecisionRecord, FleetRecord
+from ownership.router.identity import PromptChain
+from ownership.scheduling.fleet import FleetView
+
 _MOST = 10_000
 """Lines that may wait. More are dropped, and counted."""
+_MOST_CHUNKS = 1 << 19
+"""Chunks whose numbers are kept, about 60 MB."""
 
 _log = logging.getLogger(__name__)
 
@@ -23,17 +33,31 @@ class DecisionLog:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("ab", buffering=0)
-        self._waiting = queue.Queue[bytes | None](_MOST)
+        self._process = secrets.token_hex(4)
+        self._numbers = ChunkNumbers(_MOST_CHUNKS)
+        self._fleet: FleetView | None = None
+        self._fleet_name = self._written_fleet = ""
+        self._is_torn = False
+        self._waiting = queue.Queue[tuple[DecisionRecord | FleetRecord, PromptChain | None] | None](
+            _MOST
+        )
         self._thread = threading.Thread(target=self._run, name="router-decisions", daemon=True)
         self._thread.start()
         self.dropped = 0
 
-    def write(self, decision: Mapping[str, Any]) -> None:
-        """Write a line soon. It never waits."""
-        try:
-            self._waiting.put_nowait(msgspec.json.encode(decision) + b"\n")
-        except queue.Full:
-            self._drop("the disk is too slow")
+    def note_fleet(self, fleet: FleetView, record: DecisionRecord) -> None:
+        """Add the figures of the fleet that a decision was made on, as they are now."""
+        if fleet is not self._fleet:
+            told = FleetRecord.of(fleet)
+            self._fleet, self._fleet_name = fleet, told.fleet
+            if told.fleet != self._written_fleet and self._put(told, None):
+                self._written_fleet = told.fleet
+        record.note_fleet(fleet, self._fleet_name)
+        record.process = self._process
+
+    def write(self, record: DecisionRecord, chain: PromptChain | None) -> None:
+        """Write a line soon. It never waits. `chain`: the prompt's chunks, if they are known."""
+        self._put(record, chain)
 
     def close(self) -> None:
         """Write what waits, and end."""
@@ -41,14 +65,78 @@ class DecisionLog:
         self._thread.join()
         self._file.close()
 
+    def _put(self, record: DecisionRecord | FleetRecord, chain: PromptChain | None) -> bool:
+        try:
+            self._waiting.put_nowait((record, chain))
+        except queue.Full:
+            self._drop("the disk is too slow")
+            return False
+        return True
+
     def _run(self) -> None:
-        while (line := self._waiting.get()) is not None:
+        while (item := self._waiting.get()) is not None:
+            record, chain = item
+            if chain is not None and isinstance(record, DecisionRecord):
+                record.chunk_tokens = chain.chunk_tokens
+                record.chunks = self._numbers.runs(chain.keys)
             try:
-                self._file.write(line)
+                self._append(msgspec.json.encode(record) + b"\n")
             except OSError as error:
                 self._drop(str(error))
+
+    def _append(self, line: bytes) -> None:
+        """Write a line. One that the disk took a part of spoils no other."""
+        line = b"\n" + line if self._is_torn else line
+        written = self._file.write(line)
+        if written < len(line):
+            self._is_torn = True
+            raise OSError("the disk is full")
+        self._is_torn = False
 
     def _drop(self, why: str) -> None:
         if not self.dropped:
             _log.warning("decisions are not all in %s: %s", self._path, why)
         self.dropped += 1
+
+
+class ChunkNumbers:
+    """Numbers chunks in the order in which they are first met, so that a prompt is few runs.
+
+    A chunk that was not met for long gets another number; then no prefix is shared with it.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """`capacity`: chunks that are remembered, at least the later half of them."""
+        self._half = capacity // 2
+        self._recent, self._older = dict[ChunkKey, int](), dict[ChunkKey, int]()
+        self._next = 0
+
+    def __len__(self) -> int:
+        """Return the number of chunks that are remembered."""
+        return len(self._recent.keys() | self._older.keys())
+
+    def runs(self, keys: Iterable[ChunkKey]) -> list[tuple[int, int]]:
+        """Return the numbers of a prompt's chunks as `(first, count)` runs."""
+        runs: list[tuple[int, int]] = []
+        first, end = -1, -1
+        for key in keys:
+            number = self._number(key)
+            if number != end:
+                if first >= 0:
+                    runs.append((first, end - first))
+                first = number
+            end = number + 1
+        if first >= 0:
+            runs.append((first, end - first))
+        return runs
+
+    def _number(self, key: ChunkKey) -> int:
+        number = self._recent.get(key)
+        if number is None:
+            number = self._older.get(key)
+            if number is None:
+                number, self._next = self._next, self._next + 1
+            if len(self._recent) >= self._half:
+                self._older, self._recent = self._recent, {}
+            self._recent[key] = number
+        return number

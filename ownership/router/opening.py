@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -30,10 +29,7 @@ from ownership.router.reports import LoadReports
 from ownership.router.view import FleetChains, FleetWatch, PrefixViews, Trust
 from ownership.router.view.checks import Ask
 from ownership.router.workers import Worker, WorkerSet, WorkerState
-from ownership.scheduling import scheduling_policy
-from ownership.scheduling.decision import PlacementAction
-from ownership.scheduling.ownerserve import OwnerServe
-from ownership.scheduling.policy import SchedulingPolicy
+from ownership.scheduling.registry import whole_policy
 
 _PERIOD_S = 5.0
 """Seconds between two questions to a worker: how it names chains, and what it has learned."""
@@ -68,7 +64,8 @@ async def open_placer(
         peers = None
         if config.directory.startswith("redis"):
             peers = await stack.enter_async_context(_open_peers(config.directory, metrics))
-        placer = PolicyPlacer(whole_policy(config.policy_name), views, figures, log, peers=peers)
+        policy = whole_policy(config.policy_name, Random())
+        placer = PolicyPlacer(policy, views, figures, log, peers=peers)
         asked = _Asked(config, workers, session)
         reports = LoadReports(asked.servers, placer.on_report, config.probe_s)
         for work in (_keep_current(asked, views, figures, placer), reports.run()):
@@ -96,16 +93,6 @@ def open_identity(config: RouterConfig) -> PromptIdentity:
     if config.model_path:
         tokenizer = _checked("model_path", partial(open_tokenizer, config.model_path))
     return PromptIdentity(tokenizer, ChainCache())
-
-
-def whole_policy(name: str) -> SchedulingPolicy:
-    """Return a policy; `ownerserve` without remote prefills, which this router cannot do."""
-    if name == OwnerServe().name:
-        whole = OwnerServe()
-        moves = whole.moves - {PlacementAction.REMOTE_PREFILL}
-        # Roles are for fleets that prefill and decode apart.
-        return replace(whole, moves=moves, weights=replace(whole.weights, role=1.0))
-    return scheduling_policy(name, Random())
 
 
 def _checked(key: str, opening: Any) -> Any:

@@ -11,15 +11,17 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from hetero_connector.containers import BoundedDict
 from hetero_connector.session_ids import session_of
+from ownership.decisions.records import DecisionRecord
 from ownership.router.decision_log import DecisionLog
 from ownership.router.doors import Refusal
 from ownership.router.figures import WorkerFigures
+from ownership.router.identity import PromptChain
 from ownership.router.peers import Peers
 from ownership.router.placer import LeastLoaded, Placed
 from ownership.router.reports import LoadReport
@@ -38,6 +40,7 @@ from ownership.scheduling import (
     Work,
     WorkerPrefix,
 )
+from ownership.scheduling.decision import whole
 
 PLACED = frozenset({"chat", "completions", "responses", "messages"})
 """The doors whose requests have a prompt. Others go to the worker with the fewest requests."""
@@ -59,8 +62,10 @@ class _Planned(Placed):
 
     step: Step
     placement: Placement
-    record: dict[str, Any] | None = None
+    record: DecisionRecord | None = None
     """The line for the decision log; None without one."""
+    chain: PromptChain | None = None
+    """The prompt's chunks, for that line."""
     sent_s: float = 0.0
     first_byte_s: float | None = None
 
@@ -174,12 +179,16 @@ class PolicyPlacer:
         if isinstance(ledger, SharedLedger):
             view = view.with_doubts(ledger.doubts(now_s))
         view, step = self._step(request, session_id, view, ledger)
-        decision = self._policy.decide(step, ledger.view(now_s))
-        placement = _whole(decision.placement)
+        fleet = ledger.view(now_s)
+        decision = self._policy.decide(step, fleet)
+        placement = whole(decision.placement)
         if decision.refusal is not None:  # it fits no worker: one of them says so, in its own words
             least = min(candidates, key=lambda worker: worker.in_flight).name
             placement = Placement(PlacementAction.COLOCATED_PREFILL, least, least)
-        record = None if self._log is None else self._record(request, view, decision, placement)
+        record = None
+        if self._log is not None:
+            record = self._record(request, view, decision, placement)
+            self._log.note_fleet(fleet, record)
         return _Planned(
             request,
             by_name[placement.decode_worker],
@@ -189,6 +198,7 @@ class PolicyPlacer:
             step=step,
             placement=placement,
             record=record,
+            chain=None if record is None else _longest(view),
         )
 
     def _step(
@@ -215,50 +225,26 @@ class PolicyPlacer:
         view: PromptView,
         decision: PlacementDecision,
         placement: Placement,
-    ) -> dict[str, Any]:
-        """Return what is known of a decision when it is made."""
-        step = decision.step
-        return {
-            "format": 1,
-            "time": time.time(),
-            "path": request.door.name,
-            "model": request.model,
-            "session": step.session_id,
-            "policy": self._policy.name,
-            "certainty": view.certainty,
-            "reasons": list(view.reasons),
-            "class": decision.step_class,
-            "prompt_tokens": step.prompt_tokens,
-            "boundary_tokens": step.boundary_tokens,
-            "expected_output_tokens": step.output_tokens,
-            "prefixes": {name: list(prefix) for name, prefix in step.prefixes.items()},
-            "owner": step.owner,
-            "worker": placement.decode_worker,
-            "action": placement.action,
-            "source": placement.source_worker,
-            "wanted_prefill_at": decision.placement.prefill_worker
-            if decision.placement.prefill_worker != placement.prefill_worker
-            else None,
-            "costs": self._figures.costs_of(placement.decode_worker),
-            "predicted": decision.predicted._asdict(),
-            "predicted_ttft_s": decision.predicted.ttft_s,
-        }
+    ) -> DecisionRecord:
+        """Return what is known of a decision when it is made, but for the fleet's figures."""
+        record = DecisionRecord.of(
+            decision, placement, self._policy.name, request.door.name, time.time()
+        )
+        record.model, record.certainty, record.reasons = request.model, view.certainty, view.reasons
+        record.costs = self._figures.costs_of(placement.decode_worker)
+        return record
 
     def _write(
         self, placed: _Planned, now_s: float, events: int | None, *, has_failed: bool = False
     ) -> None:
-        if self._log is None or placed.record is None:
+        record = placed.record
+        if self._log is None or record is None:
             return
-        first_s = None if placed.first_byte_s is None else placed.first_byte_s - placed.sent_s
-        self._log.write(
-            {
-                **placed.record,
-                "first_byte_s": first_s,
-                "total_s": now_s - placed.sent_s,
-                "events": events,
-                "failed": has_failed,
-            }
-        )
+        if placed.first_byte_s is not None:
+            record.first_byte_s = placed.first_byte_s - placed.sent_s
+        record.total_s = now_s - placed.sent_s
+        record.events, record.failed = events, has_failed
+        self._log.write(record, placed.chain)
 
 
 def _decoded(body: bytes) -> object:
@@ -278,13 +264,9 @@ def _session_id(request: RouterRequest, body: object) -> str:
     return hashlib.blake2b(name.encode(errors="replace"), digest_size=8).hexdigest()
 
 
+def _longest(view: PromptView) -> PromptChain | None:
+    return max(view.chains.values(), key=lambda chain: chain.num_tokens, default=None)
+
+
 def _guessed_tokens(request: RouterRequest) -> int:
     return max(1, len(request.body) // _BYTES_PER_TOKEN)
-
-
-def _whole(placement: Placement) -> Placement:
-    """Return a placement at one worker: a remote prefill is computed where it decodes."""
-    if placement.action is not PlacementAction.REMOTE_PREFILL:
-        return placement
-    worker = placement.decode_worker
-    return Placement(PlacementAction.COLOCATED_PREFILL, worker, worker)

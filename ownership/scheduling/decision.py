@@ -44,6 +44,14 @@ class Placement:
     decides how much of that, and of its own state, it restores."""
 
 
+def whole(placement: Placement) -> Placement:
+    """Return a placement at one worker: a remote prefill is computed where it decodes."""
+    if placement.action is not PlacementAction.REMOTE_PREFILL:
+        return placement
+    worker = placement.decode_worker
+    return Placement(PlacementAction.COLOCATED_PREFILL, worker, worker)
+
+
 @dataclass(frozen=True, slots=True)
 class PlacementCandidate:
     """One route by which the step could be served, with its price."""

@@ -129,6 +129,7 @@ class WorkerTable(NamedTuple):
 
 
 _NUM_LOADS = len(WorkerLoad._fields)
+_IDLE = np.array(IDLE, np.float64)
 _COMPUTE = slice(WorkerTable._fields.index("step_s"), WorkerTable._fields.index("step_tokens") + 1)
 
 
@@ -146,21 +147,47 @@ class FleetView:
         Raises ValueError for an empty fleet, a name given twice, or a link to an unknown worker.
         """
         ordered = sorted(workers, key=lambda worker: worker.name)
-        self.footprint = footprint
-        self.names = tuple(worker.name for worker in ordered)
-        self.index = {name: i for i, name in enumerate(self.names)}
-        if not ordered or len(self.index) < len(ordered):
-            raise ValueError(f"a fleet has at least one worker, each with its own name: {ordered}")
-        self.roles = tuple(worker.role for worker in ordered)
-        self.prefill_pool = _pool(self.roles, Role.PREFILL)
-        self.decode_pool = _pool(self.roles, Role.DECODE)
-        self._table: Floats = np.zeros((len(WorkerTable._fields), len(ordered)))
+        self._set_workers(footprint, [(worker.name, worker.role) for worker in ordered])
         for worker in ordered:
             self.update(worker)
-        self.prefill_demand = 0.0
-        """Workers that the prefills placed lately keep busy (`roles.PrefillDemand`)."""
         self.links = self._links(links) if links else None
         """`[2, from, to] float64`: latencies and seconds per byte."""
+
+    @classmethod
+    def of_figures(
+        cls,
+        footprint: StateFootprint,
+        roles: Mapping[str, Role],
+        figures: Mapping[str, Sequence[float]],
+    ) -> FleetView:
+        """Return an idle fleet with the `figures` of another one, without links.
+
+        Raises ValueError for an empty fleet or figures of another number, KeyError for a worker
+        without figures.
+        """
+        fleet = cls.__new__(cls)
+        fleet._set_workers(footprint, sorted(roles.items()))
+        for name, at in fleet.index.items():
+            if len(figures[name]) != len(WorkerTable._fields) - _NUM_LOADS:
+                raise ValueError(f"not the figures of worker {name!r}")
+            fleet._table[_NUM_LOADS:, at] = figures[name]
+            fleet.set_load(name, IDLE)
+        fleet.links = None
+        return fleet
+
+    def _set_workers(self, footprint: StateFootprint, workers: Sequence[tuple[str, Role]]) -> None:
+        """Set all but the figures. `workers`: in the order of their names."""
+        self.footprint = footprint
+        self.names = tuple(name for name, _ in workers)
+        self.index = {name: i for i, name in enumerate(self.names)}
+        if not workers or len(self.index) < len(workers):
+            raise ValueError(f"a fleet has at least one worker, each with its own name: {workers}")
+        self.roles = tuple(role for _, role in workers)
+        self.prefill_pool = _pool(self.roles, Role.PREFILL)
+        self.decode_pool = _pool(self.roles, Role.DECODE)
+        self._table: Floats = np.zeros((len(WorkerTable._fields), len(workers)))
+        self.prefill_demand = 0.0
+        """Workers that the prefills placed lately keep busy (`roles.PrefillDemand`)."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -195,6 +222,29 @@ class FleetView:
         seconds: float = new_tokens * (token_s + attention_s * (prompt_tokens - 0.5 * new_tokens))
         seconds += math.ceil(new_tokens / step_tokens) * step_s
         return seconds
+
+    def figures(self) -> dict[str, list[float]]:
+        """Return all figures of each worker but its load, in the order of `WorkerTable`."""
+        rows = self._table[_NUM_LOADS:].T.tolist()
+        return dict(zip(self.names, rows, strict=True))
+
+    def busy_loads(self) -> dict[str, list[float]]:
+        """Return the loads of the workers that are not idle, each in the order of `WorkerLoad`."""
+        loads = self._table[:_NUM_LOADS]
+        busy = np.flatnonzero((loads.T != _IDLE).any(axis=1))
+        rows = loads[:, busy].T.tolist()
+        return {self.names[at]: row for at, row in zip(busy.tolist(), rows, strict=True)}
+
+    def set_busy_loads(self, loads: Mapping[str, Sequence[float]]) -> None:
+        """Set all loads: these, and the other workers idle.
+
+        Raises KeyError for an unknown worker, ValueError for a load that is none.
+        """
+        self._table[:_NUM_LOADS] = _IDLE[:, None]
+        for name, load in loads.items():
+            if len(load) != _NUM_LOADS:
+                raise ValueError(f"not a load of worker {name!r}: {load}")
+            self._table[:_NUM_LOADS, self.index[name]] = load
 
     def table(self) -> WorkerTable:
         """Return a copy of the present figures, so that a decision can be explained later."""

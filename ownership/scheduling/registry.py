@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from ownership.scheduling.baselines import Colocated, PrefixAware, RoundRobinPd, StaticPd
 from ownership.scheduling.conductor import Conductor
+from ownership.scheduling.decision import PlacementAction
 from ownership.scheduling.dynamo import Dynamo
 from ownership.scheduling.dynamo_kv import DynamoKv
 from ownership.scheduling.ownerserve import OwnerServe
@@ -42,3 +44,16 @@ def scheduling_policy(name: str, rng: random.Random) -> SchedulingPolicy:
     if name not in POLICIES:
         raise ValueError(f"no scheduling policy {name!r}; there are {', '.join(POLICIES)}")
     return POLICIES[name](rng)
+
+
+def whole_policy(name: str, rng: random.Random) -> SchedulingPolicy:
+    """Return the same for a router that cannot hand off: `ownerserve` without remote prefills.
+
+    What another policy prefills elsewhere is made whole by `decision.whole`.
+    """
+    policy = scheduling_policy(name, rng)
+    if isinstance(policy, OwnerServe):
+        moves = policy.moves - {PlacementAction.REMOTE_PREFILL}
+        # Roles are for fleets that prefill and decode apart.
+        return replace(policy, moves=moves, weights=replace(policy.weights, role=1.0))
+    return policy

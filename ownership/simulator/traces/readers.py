@@ -28,7 +28,7 @@ import msgspec
 from msgspec import Meta
 
 from hetero_connector.errors import TraceError
-from ownership.simulator.traces import agent_sessions
+from ownership.simulator.traces import agent_sessions, router_decisions
 from ownership.simulator.traces.block_runs import BlockRuns
 from ownership.simulator.traces.lines import (
     BlockId,
@@ -196,8 +196,11 @@ READERS: Mapping[str, Callable[[Path], Trace]] = {
     "block-agents": read_block_agents,
     "bailian": read_bailian,
     "azure": read_azure,
+    router_decisions.FORMAT: router_decisions.read,
 }
 _RECOGNISED_BY = (
+    ("predicted_ttft_s", router_decisions.FORMAT),
+    ("token_bytes", router_decisions.FORMAT),
     ("requests", agent_sessions.FORMAT),
     ("chat_id", "bailian"),
     ("session", "block-agents"),

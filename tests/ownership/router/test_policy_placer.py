@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -25,11 +26,12 @@ from ownership.router.config import WHOLE_POLICIES
 from ownership.router.decision_log import DecisionLog
 from ownership.router.figures import WorkerFigures
 from ownership.router.identity import ChainCache, PromptIdentity
-from ownership.router.opening import open_identity, whole_policy
+from ownership.router.opening import open_identity
 from ownership.router.policy_placer import PolicyPlacer
 from ownership.router.reports import reported_load
 from ownership.router.view import FleetChains, PrefixViews, PublishedChain, Trust
 from ownership.scheduling import WorkerLoad
+from ownership.scheduling.registry import whole_policy
 from tests.ownership.router.bench import RunningRouter, config_of, wait_until
 from tests.planner.chains import DENSE, costs_of
 
@@ -65,7 +67,8 @@ class KnownFleet:
             PromptIdentity(None, ChainCache()), chains, Trust(), self.directory, 5.0
         )
         self.log = DecisionLog(folder / "decisions.jsonl")
-        self.placer = PolicyPlacer(whole_policy(policy), self.views, WorkerFigures(), self.log)
+        chosen = whole_policy(policy, Random(0))
+        self.placer = PolicyPlacer(chosen, self.views, WorkerFigures(), self.log)
         config = config_of(folder, workers=fleet.urls)
         self.router = RunningRouter(config, placer=self.placer)
         self.lines = folder / "decisions.jsonl"
@@ -89,7 +92,9 @@ class KnownFleet:
         return answer
 
     def decisions(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.lines.read_text().splitlines()]
+        """Return the lines of decisions; those of fleets are for a replay."""
+        lines = [json.loads(line) for line in self.lines.read_text().splitlines()]
+        return [line for line in lines if line["kind"] == "decision"]
 
 
 @contextmanager

@@ -43,12 +43,30 @@ AZURE = [
     "2023-11-16 18:17:03.9799600,4808,10",
     "2023-11-16 18:17:05.4799600,20,8",
 ]
+DECISION = {
+    "kind": "decision",
+    "format": 2,
+    "time": 1.7e9,
+    "path": "chat",
+    "session": "s",
+    "policy": "ownerserve",
+    "class": "incremental_turn",
+    "prompt_tokens": 600,
+    "worker": "a",
+    "action": "colocated_prefill",
+    "predicted": {"queue_s": 0.0},
+    "predicted_ttft_s": 0.5,
+    "chunks": [[0, 2]],
+    "chunk_tokens": 256,
+    "events": 7,
+}
 EXAMPLES: dict[str, list[Any]] = {
     "agent-sessions": [agent_session("s", [call(0.0, 64, [[1, 1]])])],
     "mooncake": MOONCAKE,
     "block-agents": BLOCK_AGENTS,
     "bailian": BAILIAN,
     "azure": AZURE,
+    "router-decisions": [DECISION],
 }
 
 

@@ -1,0 +1,119 @@
+"""The log of a real router, in front of stub workers, is enough to make its decisions again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.stub_fleet import StubFleet
+from hetero_connector.artifacts.record import ChunkKey
+from ownership.decisions.records import DecisionRecord
+from ownership.router.decision_log import ChunkNumbers, DecisionLog
+from ownership.scheduling.step import StepClass
+from ownership.simulator.decisions.policies import OtherPolicies
+from ownership.simulator.policies import parse_policy
+from ownership.simulator.simulate import simulate
+from ownership.simulator.traces.decision_file import DecisionFile
+from ownership.simulator.traces.router_decisions import read
+from tests.ownership.router.bench import wait_until
+from tests.ownership.router.test_policy_placer import SIZE, KnownFleet, running
+from tests.ownership.simulator.small_fleets import fleet as simulated_fleet
+
+TURNS = 4
+SYSTEM = [token % 199 for token in range(3 * SIZE)]
+"""The prompts of all sessions begin with it."""
+
+
+@pytest.fixture
+def known(fleet: StubFleet, tmp_path: Path) -> Iterator[KnownFleet]:
+    with running(fleet, tmp_path) as found:
+        yield found
+
+
+def talk(known: KnownFleet, number: int) -> None:
+    prompt = [*SYSTEM]
+    for _ in range(TURNS):
+        prompt += [200 + number] * SIZE
+        known.complete(f"s{number}", prompt=prompt, stream=True, stub={"events": 3, "gap_s": 0.02})
+
+
+def test_the_log_is_enough_to_decide_again_and_to_replay(known: KnownFleet) -> None:
+    known.store(0, 3)
+    threads = [threading.Thread(target=talk, args=(known, number)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wait_until(lambda: len(known.decisions()) == 3 * TURNS)
+    log, policies = DecisionFile(known.lines), OtherPolicies(["ownerserve", "colocated"])
+    loads = 0
+    for decided in log:
+        policies.add(decided)
+        assert decided.record.ttft_s is not None
+        loads += bool(decided.record.loads)
+    assert log.counts.sentences() == []
+    assert loads, "some were placed while others ran"
+    own, other = policies.rows()
+    assert (own.decisions, own.equal_share, own.impossible) == (3 * TURNS, 1.0, 0)
+    assert own.ttft_change_s == pytest.approx((0.0, 0.0, 0.0))
+    assert other.decisions == 3 * TURNS
+
+    trace = read(known.lines)
+    assert trace.block_tokens == SIZE
+    sessions = list(trace)
+    assert [len(x.requests) for x in sessions] == [TURNS] * 3
+    for session in sessions:
+        assert [x.parent for x in session.requests] == [None, *range(TURNS - 1)]
+        assert [x.input_tokens for x in session.requests] == [(4 + x) * SIZE for x in range(TURNS)]
+        last = session.requests[-1].blocks
+        assert [x.blocks.shared_with(last) for x in session.requests] == [4, 5, 6, 7]
+    one, another = (x.requests[-1].blocks for x in sessions[:2])
+    assert one.shared_with(another) == 3, "the system prompt"
+    found = simulate(trace, simulated_fleet(2, chunk_tokens=256), parse_policy("ownerserve"))
+    assert found.figures.requests == 3 * TURNS
+
+
+def record() -> DecisionRecord:
+    return DecisionRecord(
+        time=1.0, path="chat", policy="p", step_class=StepClass.INCREMENTAL_TURN, prompt_tokens=1,
+        worker="a", action="colocated_prefill", predicted={}, predicted_ttft_s=None,
+    )  # fmt: skip
+
+
+def test_a_line_that_the_disk_took_half_of_spoils_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = DecisionLog(tmp_path / "log")
+    whole, is_full = log._file, True
+
+    class FullOnce:
+        def write(self, line: bytes) -> int:
+            nonlocal is_full
+            part, is_full = (line[:20] if is_full else line), False
+            return whole.write(part)
+
+        def close(self) -> None:
+            whole.close()
+
+    monkeypatch.setattr(log, "_file", FullOnce())
+    for _ in range(3):
+        log.write(record(), None)
+    log.close()
+    assert log.dropped == 1
+    found = DecisionFile(tmp_path / "log")
+    assert (sum(1 for _ in found), found.counts.unreadable) == (2, 1)
+
+
+def test_chunks_are_numbered_as_they_are_met() -> None:
+    numbers = ChunkNumbers(100)
+    keys = [ChunkKey(bytes([n])) for n in range(200)]
+    assert numbers.runs(keys[:4]) == [(0, 4)]
+    assert numbers.runs([*keys[:2], keys[9], *keys[2:4]]) == [(0, 2), (4, 1), (2, 2)]
+    assert numbers.runs([]) == []
+    for n in range(0, 200, 10):
+        assert numbers.runs(keys[:2]) == [(0, 2)], "what is used again is remembered"
+        numbers.runs(keys[n : n + 10])
+    assert len(numbers) <= 100
