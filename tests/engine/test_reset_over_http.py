@@ -77,7 +77,8 @@ class Engines(Server):
         return [read_generation(file) for file in sorted(self.ssd.rglob(GENERATION_NAME))]
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
 def test_state_from_before_a_reset_is_not_served_after_a_kill(tmp_path: Path, count: int) -> None:
     nothing = [0] * count
     with Engines(tmp_path, count) as server:

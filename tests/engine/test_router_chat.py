@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,13 @@ from vllm.renderers.hf import _detect_content_format, safe_apply_chat_template
 
 from examples.checkpoints.tokenizer import write_tokenizer
 from hetero_connector.errors import IdentityError
-from ownership.router.identity import ChainCache, Doubt, PromptIdentity, open_tokenizer
+from ownership.router.identity import (
+    ChainCache,
+    Doubt,
+    ModelTokenizer,
+    PromptIdentity,
+    open_tokenizer,
+)
 from ownership.router.identity.chat import iterates_over_content
 
 PLAIN = (
@@ -94,11 +101,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def vllm_text(folder: Path, template: str, request: Any, messages: Any, tools: Any) -> str:
-    """Render as `HfRenderer.render_messages` does."""
+@cache
+def vllm_tokenizer(folder: Path) -> Any:
     from vllm.tokenizers import get_tokenizer
 
-    tokenizer: Any = get_tokenizer(str(folder))
+    return get_tokenizer(str(folder))
+
+
+@cache
+def own_tokenizer(folder: Path) -> ModelTokenizer:
+    return open_tokenizer(str(folder))
+
+
+def vllm_text(folder: Path, template: str, request: Any, messages: Any, tools: Any) -> str:
+    """Render as `HfRenderer.render_messages` does."""
     conversation, _, _ = parse_chat_messages(
         messages, CONFIG, _detect_content_format(template, default="string")
     )
@@ -107,12 +123,11 @@ def vllm_text(folder: Path, template: str, request: Any, messages: Any, tools: A
     )
     kwargs: Any = params.get_apply_chat_template_kwargs()
     kwargs.pop("return_dict")
-    return str(safe_apply_chat_template(CONFIG, tokenizer, conversation, **kwargs))
+    return str(safe_apply_chat_template(CONFIG, vllm_tokenizer(folder), conversation, **kwargs))
 
 
 def own_text(folder: Path, template: str, path: str, body: dict[str, Any]) -> str | None:
-    tokenizer = open_tokenizer(str(folder))
-    identity = PromptIdentity(tokenizer, ChainCache(), chat_template=template)
+    identity = PromptIdentity(own_tokenizer(folder), ChainCache(), chat_template=template)
     return identity.read(path, copy.deepcopy(body))[0].text
 
 
@@ -226,7 +241,7 @@ def test_the_beginning_before_an_image_is_known(folder: Path) -> None:
             {**TALK[1], "content": "Hi there"},
             {"role": "user", "content": [{"type": "text", "text": text}, image]},
         ]
-        identity = PromptIdentity(open_tokenizer(str(folder)), ChainCache(), chat_template=template)
+        identity = PromptIdentity(own_tokenizer(folder), ChainCache(), chat_template=template)
         [prompt] = identity.read("/v1/chat/completions", {"messages": messages})
         assert prompt.doubts == (Doubt.MEDIA,)
         assert prompt.text is not None
@@ -251,7 +266,7 @@ def test_the_beginning_before_an_image_is_known(folder: Path) -> None:
 def test_what_is_not_read_as_vllm_does_is_doubted(
     folder: Path, path: str, body: dict[str, Any], doubt: Doubt
 ) -> None:
-    identity = PromptIdentity(open_tokenizer(str(folder)), ChainCache(), chat_template=PLAIN)
+    identity = PromptIdentity(own_tokenizer(folder), ChainCache(), chat_template=PLAIN)
     [prompt] = identity.read(path, body)
     assert prompt.doubts == (doubt,)
 

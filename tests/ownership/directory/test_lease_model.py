@@ -37,6 +37,7 @@ def test_no_state_of_a_larger_fleet_has_two_owners(bounds: Bounds) -> None:
     assert explore(Model(bounds, Rules()), max_states=400_000) > 20_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "bounds", "found"),
     [
