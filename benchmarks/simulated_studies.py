@@ -153,7 +153,7 @@ STUDIES = (
     ),
     Study(
         "mooncake-hour", "mooncake", DENSE,
-        [Setting(4, sessions=12_031, speed=speed, begin_s=300.0) for speed in (0.5, 0.75, 1, 1.25)],
+        [Setting(4, sessions=12_031, speed=speed, begin_s=300.0) for speed in (1, 1.25)],
         LOADED, seeds=(0,),
     ),
     Study(
@@ -163,8 +163,8 @@ STUDIES = (
     Study(
         "agents-population", "agents", HYBRID,
         [
-            Setting(4, sharing=0.5, population=sessions, begin_s=1_800.0, end_s=5_400.0)
-            for sessions in (25, 50, 100, 200)
+            Setting(2, sharing=0.5, population=sessions, begin_s=900.0, end_s=2_700.0)
+            for sessions in (50, 100)
         ],
         LOADED,
     ),

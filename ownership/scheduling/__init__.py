@@ -8,8 +8,7 @@
   `footprint`, `weights`).
 - Output: `decision`, which `explain` prints.
 - Policies: `ownerserve` takes the cheapest route; `baselines`, `dynamo`, `dynamo_kv`, `conductor`
-  and `predicted_latency` are what others do. `admission` refuses steps, `replication` orders
-  replicas of hot prefixes.
+  and `predicted_latency` are what others do. `admission` refuses steps.
 
 May import `hetero_connector`'s planner, artifacts, spec, containers and errors, and
 `ownership.directory`; never an engine, redis or the simulator. Add a policy to `registry.POLICIES`;

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ownership.scheduling.admission import TtftObjective
 from ownership.scheduling.baselines import Baseline
-from ownership.scheduling.decision import PlacementDecision, Refusal, decision_of
+from ownership.scheduling.decision import PlacementDecision, decision_of
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.policy import accepting_workers, holders
 from ownership.scheduling.step import Step, WorkerPrefix, classify
@@ -23,16 +21,13 @@ class Conductor:
 
     TTFT of a prefill worker: queue + prefill from its own prefix. If the fleet's longest prefix is
     more than `threshold` times its own, the worker may fetch it first, provided that the transfer
-    is shorter than the prefill it saves; otherwise it computes the difference. A step that would
-    miss the objectives is refused. Source: Qin et al., Mooncake (arXiv 2407.00079; FAST 2025):
-    Algorithm 1, and section 6.2 on what is transferred.
+    is shorter than the prefill it saves; otherwise it computes the difference. Its early rejection
+    is `GatedPolicy`. Source: Qin et al., Mooncake (arXiv 2407.00079; FAST 2025): Algorithm 1, and
+    section 6.2 on what is transferred.
     """
 
     threshold: float = 2.0
     """`kvcache_balancing_threshold`; the paper names no value."""
-    ttft_objective_s: float = math.inf
-    tbt_objective_s: float = math.inf
-    """Longest time of a decode step with the request in it."""
     base: Baseline = field(default_factory=Baseline)
     name: str = "conductor"
 
@@ -44,15 +39,9 @@ class Conductor:
         pricing = self.base.pricing(step, fleet, holders(step, fleet)[:1])
         prefillers = accepting_workers(pricing, fleet.prefill_pool)
         prefill, source = self._prefill(step, fleet, pricing, prefillers)
-        decode, tbt_s = self._decode(step, fleet, pricing)
+        decode = self._decode(step, fleet, pricing)
         step_class = classify(step, self.base.thresholds)
-        route = Route(decode, prefill, source)
-        decision = decision_of(step, step_class, fleet, pricing, route)
-        refusal = TtftObjective(self.ttft_objective_s).refusal(decision)
-        if refusal is None and tbt_s > self.tbt_objective_s:
-            reason = f"a decode step would take {tbt_s:.3g} s, more than {self.tbt_objective_s:g}"
-            refusal = Refusal(reason, decision.predicted.ttft_s)
-        return decision_of(step, step_class, fleet, pricing, route, refusal)
+        return decision_of(step, step_class, fleet, pricing, Route(decode, prefill, source))
 
     def _prefill(
         self, step: Step, fleet: FleetView, pricing: StepPricing, found: Sequence[int]
@@ -72,12 +61,11 @@ class Conductor:
             ]
         return min(routes, key=lambda route: route[0])[1:]
 
-    def _decode(self, step: Step, fleet: FleetView, pricing: StepPricing) -> tuple[int, float]:
-        """Return the decode worker and the time of its steps, in seconds."""
+    def _decode(self, step: Step, fleet: FleetView, pricing: StepPricing) -> int:
+        """Return the decode worker: that of the shortest step with the request in it."""
         found = accepting_workers(pricing, fleet.decode_pool)
         table = pricing.table
         context = table.context_tokens + step.prompt_tokens
         step_s = table.decode_step_s + (table.running + 1.0) * table.decode_s
         step_s = step_s + context * table.context_s
-        at = min(found, key=step_s.__getitem__)
-        return at, float(step_s[at])
+        return min(found, key=step_s.__getitem__)

@@ -137,7 +137,6 @@ def decision_of(
     fleet: FleetView,
     pricing: StepPricing,
     route: Route,
-    refusal: Refusal | None = None,
 ) -> PlacementDecision:
     """Return a decision for a route that was not chosen by price."""
-    return PlacementDecision(step, step_class, route, fleet.names, pricing, refusal=refusal)
+    return PlacementDecision(step, step_class, route, fleet.names, pricing)

@@ -93,12 +93,6 @@ class PrefillPricing:
         """Return `[prefill, decode]` or `[1, decode]`: seconds of reading what another computed."""
         return self._network(self._tokens - 1.0 - self.resident, None)
 
-    def saved_by_reading_s(self) -> Floats:
-        """Return `[workers]`: seconds saved by reading from the first source, not computing."""
-        row = self._depths
-        saved_s: Floats = self._compute_s[0] - (self._compute_s[row] + self._network_s[row])
-        return saved_s
-
     def terms(self, row: int, worker: int) -> PrefillTerms:
         """Return the terms of one row of one worker."""
         queue_s, network_s, ssd_s, exposed_s, compute_s = (

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from hetero_connector.errors import SimulationError
 from hetero_connector.planner.planner import Mode
-from ownership.scheduling.admission import GatedPolicy, TtftObjective
+from ownership.scheduling.admission import GatedPolicy
 from ownership.scheduling.decision import PlacementAction
 from ownership.scheduling.dynamo import Dynamo
 from ownership.scheduling.fleet import Role
@@ -100,7 +100,7 @@ class PolicySpec:
             policy.ttft_objective_s, policy.token_objective_s = self.slo
         if self.ttft_objective_s is None:
             return policy
-        return GatedPolicy(policy, TtftObjective(self.ttft_objective_s))
+        return GatedPolicy(policy, self.ttft_objective_s)
 
     def workers(self, fleet: Sequence[WorkerSpec]) -> list[WorkerSpec]:
         """Return a fleet's workers with the roles and only the tiers that the policy uses.

@@ -57,24 +57,6 @@ def test_a_transfer_slower_than_the_prefill_it_saves_is_not_made() -> None:
     assert (placement.prefill_worker, placement.source_worker) == ("p2", None)
 
 
-def test_a_step_that_would_miss_its_objective_is_refused() -> None:
-    """TTFT: p1 0.15, handoff of 999 bytes 0.0999, the last token 0.001: 0.2509 s."""
-    step, view = Step(1_000, held(900, 0)), fleet(queued=50)
-    decision = decide(step, view, ttft_objective_s=0.25)
-    assert decision.refusal is not None
-    assert decision.refusal.predicted_ttft_s == pytest.approx(0.2509)
-    assert decide(step, view, ttft_objective_s=0.26).refusal is None
-
-
-def test_a_step_is_refused_if_decoding_would_miss_its_objective() -> None:
-    """d2 has 2 decodes and would have 3, at 1 ms each."""
-    step, view = Step(100), fleet(queued=0)
-    refusal = decide(step, view, tbt_objective_s=2.9e-3).refusal
-    assert refusal is not None
-    assert "decode step would take 0.003 s" in refusal.reason
-    assert decide(step, view, tbt_objective_s=3.1e-3).refusal is None
-
-
 def test_a_threshold_is_a_ratio() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         Conductor(threshold=0.5)

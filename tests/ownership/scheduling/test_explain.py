@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ownership.scheduling import OwnerServe, Step, WorkerLoad, WorkerPrefix
-from ownership.scheduling.admission import GatedPolicy, TtftObjective
+from ownership.scheduling.admission import GatedPolicy
 from ownership.scheduling.baselines import StaticPd
 from ownership.scheduling.explain import explain
 from tests.ownership.scheduling.fleets import FREE, fleet_of, worker
@@ -34,7 +34,7 @@ def test_the_choice_is_shown_however_few_lines_there_are() -> None:
 
 
 def test_a_refusal_is_printed() -> None:
-    policy = GatedPolicy(OwnerServe(FREE), TtftObjective(0.1))
+    policy = GatedPolicy(OwnerServe(FREE), 0.1)
     assert explain(policy.decide(STEP, FLEET)).splitlines()[-1] == (
         "refused: first token after 0.19 s, the objective is 0.1 s"
     )
