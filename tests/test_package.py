@@ -31,6 +31,7 @@ ONLY_IN = {
     "starlette": ("hetero_connector/engine/api/", "ownership/router/"),
     "uvicorn": ("ownership/router/",),
     "aiohttp": ("ownership/router/",),
+    "zmq": ("ownership/router/view/event_reader.py",),
     "prometheus_client": ("hetero_connector/engine/", "ownership/router/"),
     "torch": ("hetero_connector/engine/", "hetero_connector/connector.py"),
 }

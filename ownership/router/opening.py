@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from random import Random
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -26,7 +27,14 @@ from ownership.router.peers import Peers
 from ownership.router.placer import LeastLoaded, Placer
 from ownership.router.policy_placer import PolicyPlacer
 from ownership.router.reports import LoadReports
-from ownership.router.view import FleetChains, FleetWatch, PrefixViews, Trust
+from ownership.router.view import (
+    EventReader,
+    FleetChains,
+    FleetWatch,
+    PrefixViews,
+    StockWorkers,
+    Trust,
+)
 from ownership.router.view.checks import Ask
 from ownership.router.workers import Worker, WorkerSet, WorkerState
 from ownership.scheduling.registry import whole_policy
@@ -54,7 +62,10 @@ async def open_placer(
         if config.directory:
             directory = _checked("directory", partial(open_directory, config.directory))
             stack.callback(directory.close)
-        views = PrefixViews(identity, FleetChains(), Trust(), directory, config.directory_s)
+        events = EventReader()
+        stack.callback(events.close)
+        stock = StockWorkers(events.streams)
+        views = PrefixViews(identity, FleetChains(), Trust(), directory, config.directory_s, stock)
         stack.callback(views.close)
         log = None
         if config.decisions is not None:
@@ -68,7 +79,7 @@ async def open_placer(
         placer = PolicyPlacer(policy, views, figures, log, peers=peers)
         asked = _Asked(config, workers, session)
         reports = LoadReports(asked.servers, placer.on_report, config.probe_s)
-        for work in (_keep_current(asked, views, figures, placer), reports.run()):
+        for work in (_keep_current(asked, views, events, figures, placer), reports.run()):
             stack.callback(asyncio.get_running_loop().create_task(work).cancel)
         yield placer
 
@@ -119,6 +130,11 @@ class _Asked:
         up = [worker for worker in self.workers if worker.state is WorkerState.UP]
         return {worker.name: partial(self._ask, worker) for worker in up}
 
+    def host_of(self, name: str) -> str:
+        """Return a worker's host by its name."""
+        urls = {worker.name: worker.address.url for worker in self.workers}
+        return urlsplit(urls.get(name, "")).hostname or name
+
     async def _ask(
         self, worker: Worker, method: str, path: str, body: Mapping[str, Any] | None
     ) -> Any:
@@ -139,12 +155,16 @@ class _Asked:
 
 
 async def _keep_current(
-    asked: _Asked, views: PrefixViews, figures: WorkerFigures, placer: PolicyPlacer
+    asked: _Asked,
+    views: PrefixViews,
+    events: EventReader,
+    figures: WorkerFigures,
+    placer: PolicyPlacer,
 ) -> None:
     """Ask all workers in each period, and when one comes or goes."""
     changed = asyncio.Event()
     asked.workers.on_change.append(changed.set)
-    watch = FleetWatch(views, asked.servers)
+    watch = FleetWatch(views, asked.servers, events=events, host_of=asked.host_of)
     while True:
         changed.clear()
         try:

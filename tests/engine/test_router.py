@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +12,10 @@ import pytest
 
 from examples.checkpoints import write_checkpoint
 from examples.serving import Server, kv_transfer_config
+from ownership.router import opening
+from ownership.router.identity import ChainCache
+from ownership.router.view import EventReader
+from ownership.router.view.block_index import block_naming
 from tests.engine.harness import CHECKPOINTS, prompt_tokens
 from tests.ownership.router.bench import RunningRouter, config_of, wait_until
 
@@ -27,7 +32,12 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     folder = tmp_path_factory.mktemp("workers")
     checkpoint = write_checkpoint(MODEL, CHECKPOINTS)
     found = [
-        Server(checkpoint, folder / f"{name}.log", kv_transfer_config({"dram_gib": 0.1}))
+        Server(
+            checkpoint,
+            folder / f"{name}.log",
+            kv_transfer_config({"dram_gib": 0.1}),
+            {"kv_events_config": published_at(folder / name)},
+        )
         for name in "ab"
     ]
     for server in found:
@@ -37,6 +47,12 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
     finally:
         for server in found:
             server.kill()
+
+
+def published_at(path: Path) -> str:
+    """Return the settings of an engine that publishes its events on sockets with this name."""
+    endpoints = {"endpoint": f"ipc://{path}.pub", "replay_endpoint": f"ipc://{path}.replay"}
+    return json.dumps({"enable_kv_cache_events": True, **endpoints})
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +129,35 @@ def test_an_answer_equals_a_server_s_own(
         if extra:
             assert len(read(through[0])) > 4
             assert said(through[0])
+
+
+def test_a_prompt_goes_to_the_server_whose_events_say_that_it_has_it(
+    servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The servers do not answer about chains, so they count as stock."""
+    reader = EventReader()
+    monkeypatch.setattr(opening, "EventReader", lambda: reader)
+    keys = {"workers": [x.url for x in servers], "policy": "ownerserve", "probe_timeout_s": 60}
+    with RunningRouter(config_of(tmp_path, **keys)) as router:
+        router.client.timeout = httpx.Timeout(300.0)
+        for seed, server in enumerate([*servers, *servers], start=100):
+            prompt, name = prompt_tokens(700, seed=seed), server.url.removeprefix("http://")
+            body = {"model": MODEL, "prompt": prompt, "max_tokens": 2}
+            direct = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300.0)
+            assert direct.status_code == 200
+            wait_until(lambda p=prompt, n=name: known_tokens(reader, n, p) >= 640)
+            answer = router.client.post("/v1/completions", json=body)
+            assert answer.headers["x-heterocache-worker"] == name
+            assert answer.headers["x-heterocache-placement"].startswith("exact; ")
+
+
+def known_tokens(reader: EventReader, server: str, prompt: list[int]) -> int:
+    """Return the tokens of a prompt that a server's engine has by its events."""
+    for stream in reader.streams(server):
+        if size := stream.index.block_size:
+            chain = ChainCache().of_tokens(prompt, block_naming(size, None, ""))
+            return stream.index.prefix(chain.keys).hbm_tokens
+    return 0
 
 
 def test_a_client_that_leaves_ends_its_request_in_the_engine(

@@ -45,7 +45,7 @@ PROBES: tuple[tuple[Kind, str, Mapping[str, Any]], ...] = (
 """Requests that `/tokenize` takes, too. A template that knows no tools refuses the last."""
 
 
-def _base_models(answer: object) -> frozenset[str]:
+def base_models(answer: object) -> frozenset[str]:
     """Return all names of the model without an adapter: adapters have a parent."""
     cards = answer.get("data") if isinstance(answer, Mapping) else None
     if not isinstance(cards, list) or not all(isinstance(x, Mapping) for x in cards):
@@ -66,7 +66,7 @@ class Checks:
             raise ValueError("the answer about chains names no engines")
         engines = [PublishedChain.of(x) for x in answer["engines"] if "error" not in x]
         if engines:
-            names = _base_models(await ask("GET", "/v1/models", None))
+            names = base_models(await ask("GET", "/v1/models", None))
             engines = [replace(x, base_models=x.base_models | names) for x in engines]
         self._views.fleet.told(server, engines, now_s)
 

@@ -16,6 +16,7 @@ from ownership.directory.breaker import CircuitBreaker
 from ownership.router.identity import ChainNaming, Prompt, PromptChain, PromptIdentity
 from ownership.router.view.certainty import Certainty, Reason, certainty
 from ownership.router.view.published import PublishedChain
+from ownership.router.view.stock import StockWorkers
 from ownership.router.view.trust import Kind, Trust
 from ownership.scheduling.prefixes import worker_prefixes
 from ownership.scheduling.step import WorkerPrefix
@@ -53,6 +54,16 @@ class _Engine(NamedTuple):
     published: PublishedChain
 
 
+class _Named(NamedTuple):
+    """A prompt whose chains are named."""
+
+    prompt: Prompt | None
+    chains: dict[ChainNaming, PromptChain]
+    by_events: dict[str, WorkerPrefix]
+    """The prefixes of servers that publish events."""
+    doubts: set[str]
+
+
 class FleetChains:
     """The engines' published namings, by server. Used on one thread."""
 
@@ -60,6 +71,8 @@ class FleetChains:
         """`silent_after_s`: a server that has not told for so long may have been reset."""
         self._silent_after_s = silent_after_s
         self._servers: dict[str, tuple[tuple[PublishedChain, ...], float]] = {}
+        self.asleep = set[str]()
+        """The servers that sleep."""
 
     def told(self, server: str, engines: Sequence[PublishedChain], now_s: float) -> None:
         """Replace what is known of a server; no engines: it did not tell."""
@@ -68,6 +81,7 @@ class FleetChains:
     def forget(self, server: str) -> None:
         """Drop a server that has left."""
         self._servers.pop(server, None)
+        self.asleep.discard(server)
 
     @property
     def servers(self) -> set[str]:
@@ -83,10 +97,12 @@ class FleetChains:
         """Return all engines of all servers."""
         return [_Engine(name, x) for name, (engines, _) in self._servers.items() for x in engines]
 
-    def reasons(self, now_s: float) -> set[Reason]:
-        """Return what is wrong with the fleet as a whole."""
-        found = set[Reason]()
-        for engines, told_s in self._servers.values():
+    def reasons(self, now_s: float, stock: Collection[str] = ()) -> set[Reason]:
+        """Return what is wrong with the fleet as a whole. `stock`: servers known otherwise."""
+        found = {Reason.SLEEPING} if self.asleep else set[Reason]()
+        for name, (engines, told_s) in self._servers.items():
+            if name in stock:
+                continue
             if not engines or now_s - told_s > self._silent_after_s:
                 found.add(Reason.SERVER_SILENT)
         published = [x.published for x in self.engines()]
@@ -107,8 +123,12 @@ class PrefixViews:
         trust: Trust,
         directory: Directory | None,
         deadline_s: float = 0.05,
+        stock: StockWorkers | None = None,
     ) -> None:
-        """`directory`: None if the fleet has none. `deadline_s`: for its answer."""
+        """`directory`: None if the fleet has none. `deadline_s`: for its answer. `stock`: None if
+        no KV events are read.
+        """
+        self.stock = stock or StockWorkers(lambda server: [])
         self.identity = identity
         self.fleet = fleet
         self.trust = trust
@@ -125,26 +145,35 @@ class PrefixViews:
         """
         loop = asyncio.get_running_loop()
         engines = self.fleet.engines()
-        prompt, chains, doubts = await loop.run_in_executor(
+        prompt, chains, by_events, doubts = await loop.run_in_executor(
             self._threads, self._name, path, body, engines
         )
         if prompt is None:
             return PromptView(0, {}, Certainty.BLIND, (Reason.NO_PROMPT,))
-        reasons: set[str] = {*doubts, *self.fleet.reasons(now_s)}
+        stock = set(self.stock.servers)
+        reasons: set[str] = {
+            *doubts,
+            *self.fleet.reasons(now_s, stock),
+            *self.stock.reasons(now_s),
+        }
         if prompt.tokens is None:
-            told = {self.trust.reason(x.server, Kind.of(path)) for x in engines}
+            servers = {*stock, *(x.server for x in engines)}
+            told = {self.trust.reason(x, Kind.of(path)) for x in servers}
             reasons |= {x for x in told if x is not None}
             reasons |= self._tokenizer_reasons(engines)
-        if not engines:
+        if not engines and not stock:
             reasons.add(Reason.NO_CHAINS)
         num_tokens = max((x.num_tokens for x in chains.values()), default=0)
-        view = await self._look_up(chains) if chains else None
+        namings = {x.published.naming(prompt) for x in engines}
+        own = {naming: chain for naming, chain in chains.items() if naming in namings}
+        view = await self._look_up(own) if own else None
         if isinstance(view, Reason):
             reasons.add(view)
-        prefixes = dict[str, WorkerPrefix]()
+        prefixes = {x: tokens for x, tokens in by_events.items() if x not in self.fleet.asleep}
         if isinstance(view, ChainView):
-            prefixes = _prefixes(view, chains, engines, prompt)
-        sure = certainty(reasons, knows_anything=isinstance(view, ChainView))
+            prefixes |= _prefixes(view, own, engines, prompt)
+        knows_anything = isinstance(view, ChainView) or bool(stock)
+        sure = certainty(reasons, knows_anything=knows_anything)
         return PromptView(num_tokens, prefixes, sure, tuple(sorted(reasons)), chains)
 
     def close(self) -> None:
@@ -152,24 +181,26 @@ class PrefixViews:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._lookups.shutdown(wait=False, cancel_futures=True)
 
-    def _name(
-        self, path: str, body: object, engines: Sequence[_Engine]
-    ) -> tuple[Prompt | None, dict[ChainNaming, PromptChain], set[str]]:
+    def _name(self, path: str, body: object, engines: Sequence[_Engine]) -> _Named:
         """Return the longest prompt, and its chains by each naming of the fleet."""
-        best: tuple[Prompt | None, dict[ChainNaming, PromptChain], set[str]] = None, {}, set()
+        best = _Named(None, {}, {}, set())
         for prompt in self.identity.read(path, body):
             doubts, chains = set[str](prompt.doubts), dict[ChainNaming, PromptChain]()
+            namings = self.stock.namings(prompt)
             for engine in engines:
                 naming = engine.published.naming(prompt)
                 if naming is None:
                     doubts.add(Reason.ADAPTER_UNKNOWN)
-                elif naming not in chains:
-                    named = self.identity.name(prompt, naming)
-                    doubts |= set(named.doubts)
-                    if named.chain is not None:
-                        chains[naming] = named.chain
-            if best[0] is None or _length(chains) > _length(best[1]):
-                best = prompt, chains, doubts
+                else:
+                    namings.add(naming)
+            for naming in namings:
+                named = self.identity.name(prompt, naming)
+                doubts |= set(named.doubts)
+                if named.chain is not None:
+                    chains[naming] = named.chain
+            if best.prompt is None or _length(chains) > _length(best.chains):
+                by_events = self.stock.prefixes(prompt, chains)
+                best = _Named(prompt, chains, by_events, doubts)
         return best
 
     def _tokenizer_reasons(self, engines: Sequence[_Engine]) -> set[Reason]:

@@ -7,7 +7,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from ownership.router.view.checks import Ask, Checks
+from ownership.router.view.checks import Ask, Checks, base_models
+from ownership.router.view.event_reader import EventReader, event_sources
 from ownership.router.view.prompts import PrefixViews
 
 _log = logging.getLogger(__name__)
@@ -22,8 +23,13 @@ class FleetWatch:
         servers: Callable[[], Mapping[str, Ask]],
         period_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
+        events: EventReader | None = None,
+        host_of: Callable[[str], str] = str,
     ) -> None:
-        """`servers`: those that serve now, by name. `clock`: as for `PrefixViews.find`."""
+        """`servers`: those that serve now, by name. `clock`: as for `PrefixViews.find`. `events`:
+        None if KV events are not read. `host_of`: the address of a server by its name.
+        """
+        self._events, self._host_of = events, host_of
         self._views = views
         self._servers = servers
         self._period_s = period_s
@@ -45,13 +51,20 @@ class FleetWatch:
         for gone in self._views.fleet.servers - servers.keys():
             self._forget(gone)
             self._views.fleet.forget(gone)
+            self._end_events(gone)
         await asyncio.gather(*(self._ask(name, ask) for name, ask in servers.items()))
 
     async def _ask(self, name: str, ask: Ask) -> None:
-        fleet = self._views.fleet
+        fleet, stock = self._views.fleet, self._views.stock
         try:
-            await self._checks.refresh(name, ask, self._clock())
-            instances = fleet.instances(name)
+            try:
+                await self._checks.refresh(name, ask, self._clock())
+                self._end_events(name)
+            except ValueError:
+                if fleet.instances(name) or not await self._follow_events(name, ask):
+                    raise
+            await self._note_sleep(name, ask)
+            instances = fleet.instances(name) | stock.instances(name)
             if self._probed.get(name) != instances:
                 self._forget(name)
                 differences = await self._checks.probe(name, ask)
@@ -61,6 +74,41 @@ class FleetWatch:
             if name not in fleet.servers:
                 fleet.told(name, (), self._clock())
             self._tell(name, str(error) or type(error).__name__)
+
+    async def _follow_events(self, name: str, ask: Ask) -> bool:
+        """Read the KV events of a server without chains; return False if it publishes none."""
+        if self._events is None:
+            return False
+        try:
+            answer = await ask("GET", "/kv_event_sources", None)
+            sources = event_sources(answer, self._host_of(name))
+        except ValueError:
+            sources = []  # an older server
+        if not sources:
+            self._end_events(name)
+            return False
+        models = base_models(await ask("GET", "/v1/models", None))
+        self._events.follow(name, sources)
+        self._views.fleet.told(name, (), self._clock())
+        self._views.stock.told(name, models)
+        return True
+
+    async def _note_sleep(self, name: str, ask: Ask) -> None:
+        """Remember if a server sleeps. One that does not tell cannot be sent to sleep."""
+        try:
+            answer = await ask("GET", "/is_sleeping", None)
+        except ValueError:
+            answer = {}
+        asleep = self._views.fleet.asleep
+        if isinstance(answer, Mapping) and answer.get("is_sleeping"):
+            asleep.add(name)
+        else:
+            asleep.discard(name)
+
+    def _end_events(self, name: str) -> None:
+        self._views.stock.forget(name)
+        if self._events is not None:
+            self._events.forget(name)
 
     def _forget(self, name: str) -> None:
         self._probed.pop(name, None)

@@ -266,6 +266,8 @@ class Server:
             if path.rpartition("/")[2] not in self.reports:
                 raise ValueError("404")
             return {"reports": [self.reports[path.rpartition("/")[2]]]}
+        if path == "/is_sleeping":
+            raise ValueError("404")
         assert (method, path) == ("POST", "/tokenize")
         kind = "/v1/completions" if body and "prompt" in body else "/v1/chat/completions"
         prompt = self.identity.read(kind, body)[0]
