@@ -65,7 +65,7 @@ class _Router:
                 placer = await stack.enter_async_context(opening)
             self._proxy = Proxy(self._config, self._workers, placer, session, self._metrics)
             self._workers.on_change += [prober.follow, self._show_workers]
-            discovery = Discovery(self._config, self._workers)
+            discovery = Discovery(self._config, self._workers, session)
             await discovery.look()
             looking = asyncio.get_running_loop().create_task(discovery.run())
             stack.callback(looking.cancel)

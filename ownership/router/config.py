@@ -6,6 +6,8 @@ Each key is declared once, as a field of `RouterConfig`, like those of an engine
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,10 @@ from ownership.scheduling.registry import DEFAULT_POLICY, POLICIES, POOLED
 LEAST_LOADED = "least_loaded"
 WHOLE_POLICIES = tuple(name for name in POLICIES if not POOLED.get(name))
 """The policies that can send each request to one worker."""
-_SOURCES = ("workers", "workers_file", "workers_dns")
+_SOURCES = ("workers", "workers_file", "workers_dns", "workers_kubernetes")
+_SERVICE = re.compile(
+    r"(?:(?P<namespace>[a-z0-9-]{1,63})/)?(?P<name>[a-z0-9-]{1,63})(?::(?P<port>[A-Za-z0-9-]{1,15}))?"
+)
 
 
 class WorkerAddress(NamedTuple):
@@ -34,6 +39,16 @@ class WorkerAddress(NamedTuple):
     """`http://host:port`."""
     is_draining: bool = False
     """True: it ends what it has begun, and gets nothing new."""
+
+
+class KubernetesService(NamedTuple):
+    """A Service whose pods are the workers."""
+
+    namespace: str
+    """"" for the router's own."""
+    name: str
+    port: str = ""
+    """The name or number of one of its pods' ports; "" for the first."""
 
 
 def _count(key: str, value: object) -> int:
@@ -111,6 +126,15 @@ def _dns(key: str, value: object) -> str:
     return f"{host}:{port}"
 
 
+def _service(key: str, value: object) -> KubernetesService:
+    found = _SERVICE.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        raise ConfigError(key, f"expected [namespace/]service[:port], got {value!r}")
+    if "KUBERNETES_SERVICE_HOST" not in os.environ:
+        raise ConfigError(key, "works in a pod only: KUBERNETES_SERVICE_HOST is not set")
+    return KubernetesService(found["namespace"] or "", found["name"], found["port"] or "")
+
+
 def _secrets(key: str, value: object) -> tuple[bytes, ...]:
     """Read a file with a key in each line; return their digests, so that no log shows a key."""
     path = values.file_path(key, value)
@@ -171,6 +195,15 @@ class RouterConfig:
         _dns,
         "A name whose addresses are the workers, such as a headless Service; asked every `probe_s`",
         "",
+        unset="none",
+    )
+    workers_kubernetes: KubernetesService | None = declare(
+        "`[namespace/]service[:port]`",
+        _service,
+        "A Service of Kubernetes whose pods are the workers, asked every `probe_s` by the router's "
+        "own account. A pod that ends gets nothing new. `port` is a port's name or number, the "
+        "first one if it is left out",
+        None,
         unset="none",
     )
     model_path: str = declare(

@@ -1,4 +1,5 @@
-"""Discovery: the workers of the configuration, of a file that changes, and of a DNS name."""
+"""Discovery: the workers of the configuration, of a file that changes, of a DNS name, and of a
+Service of Kubernetes."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ import os
 import socket
 from pathlib import Path
 
+import aiohttp
+
 from hetero_connector.errors import RouterConfigError
 from ownership.router.config import RouterConfig, WorkerAddress, read_workers
+from ownership.router.kubernetes import EndpointSlices
 from ownership.router.workers import WorkerSet
 
 _log = logging.getLogger(__name__)
@@ -21,8 +25,15 @@ class Discovery:
     A source that cannot be read keeps what it said last: nothing is taken out by an error.
     """
 
-    def __init__(self, config: RouterConfig, workers: WorkerSet) -> None:
+    def __init__(
+        self, config: RouterConfig, workers: WorkerSet, session: aiohttp.ClientSession
+    ) -> None:
         self._config, self._workers = config, workers
+        self._slices: EndpointSlices | None = None
+        if config.workers_kubernetes is not None:
+            self._slices = EndpointSlices(config.workers_kubernetes, session)
+        self._pods: list[WorkerAddress] = []
+        self._problem = ""
         self._in_file: tuple[WorkerAddress, ...] = ()
         self._file_version: tuple[int, int, int] | None = None
         self._in_dns: tuple[WorkerAddress, ...] = ()
@@ -40,8 +51,10 @@ class Discovery:
             self._look_at_file(self._config.workers_file)
         if self._config.workers_dns:
             await self._ask_dns(self._config.workers_dns)
+        if self._slices is not None:
+            await self._ask_kubernetes(self._slices)
         found: dict[str, WorkerAddress] = {}
-        for address in (*self._config.workers, *self._in_file, *self._in_dns):
+        for address in (*self._config.workers, *self._in_file, *self._in_dns, *self._pods):
             found.setdefault(address.name, address)
         if found != self._found:
             self._found = found
@@ -70,3 +83,13 @@ class Discovery:
         hosts = sorted({str(x[4][0]) for x in answers})
         named = (f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts)
         self._in_dns = tuple(WorkerAddress(x, f"http://{x}") for x in named)
+
+    async def _ask_kubernetes(self, slices: EndpointSlices) -> None:
+        problem = ""
+        try:
+            self._pods = await slices.workers()
+        except (OSError, ValueError) as error:
+            problem = str(error)
+        if problem and problem != self._problem:
+            _log.warning("the workers stay as they are: Kubernetes: %s", problem)
+        self._problem = problem
