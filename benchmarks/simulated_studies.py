@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from ownership.scheduling.registry import POOLED
 from ownership.simulator.policies import TERMS
 from ownership.simulator.sweeps.running import Point
+from ownership.simulator.workload import Half
 
 DENSE, HYBRID = "llama-3.1-8b", "deepseek-v4-flash"
 GPUS = {DENSE: 1, HYBRID: 2}
@@ -31,6 +32,11 @@ COSTS = (
 """Coefficients of machines, which policies know: of a `Roofline`, and a link's seconds per byte."""
 WITHOUT = ("ownerserve", *(f"ownerserve+without={term}" for term in TERMS))
 """`ownerserve`, whole and without each of its parts."""
+TUNED = (
+    "ownerserve", "ownerserve+copies=1", "ownerserve+copies=10", "ownerserve+without=stalls",
+    "ownerserve+without=roles", "dynamo+prefill_scale=16", "dynamo_kv", "prefix_aware",
+)  # fmt: skip
+"""Other prices of `ownerserve`, and others: one half of a trace may choose, the other shows."""
 CACHES = (
     "colocated", "colocated+checkpoints=full", "colocated+checkpoints=periodic:4",
     "colocated+checkpoints=zero", "colocated+eviction=lru", "colocated+eviction=value",
@@ -65,6 +71,8 @@ class Setting:
     end_s: float | None = None
     costs: str | None = None
     """A coefficient of `COSTS` and its factor, as `token_s=1.5`."""
+    half: Half | None = None
+    """The half of the trace; None: all of it."""
 
     def scaled(self, scale: float) -> Setting:
         """Return a smaller one: fewer sessions, or a shorter window."""
@@ -155,6 +163,10 @@ STUDIES = (
         "mooncake-hour", "mooncake", DENSE,
         [Setting(4, sessions=12_031, speed=speed, begin_s=300.0) for speed in (1, 1.25)],
         LOADED, seeds=(0,),
+    ),
+    Study(
+        "mooncake-halves", "mooncake", DENSE,
+        [Setting(4, speed=1, half="first"), Setting(4, speed=1, half="second")], TUNED, seeds=(0,),
     ),
     Study(
         "mooncake-hour-workers", "mooncake", DENSE,
