@@ -27,6 +27,7 @@ ONLY_IN = {
     "opentelemetry": (
         "hetero_connector/engine/api/server_spans.py",
         "hetero_connector/engine/scheduler/spans.py",
+        "ownership/router/spans.py",
     ),
     "starlette": ("hetero_connector/engine/api/", "ownership/router/"),
     "uvicorn": ("ownership/router/",),

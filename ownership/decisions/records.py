@@ -116,6 +116,10 @@ class DecisionRecord(msgspec.Struct, tag_field="kind", tag="decision", kw_only=T
     """0 if the prompt's chunks are not known."""
     first_byte_s: float | None = None
     """Seconds from the sending; None if there was none."""
+    prefill_s: float | None = None
+    """Seconds from the sending to the end of a remote prefill; None if there was none."""
+    prefill_problem: str | None = None
+    """Why the remote prefill failed, so that the worker that decodes computed the prompt."""
     total_s: float = 0.0
     events: int | None = None
     """Events of a stream; None if the answer was none."""

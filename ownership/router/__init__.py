@@ -10,6 +10,7 @@
   their own loads; `opening` makes it from the configuration, `decision_log` writes what it decided.
 - `shared_ledger`: what several routers have under way, as each knows it; `peers` carries their
   messages through Redis.
+- `spans` makes OpenTelemetry spans, if a collector is configured.
 - `identity`: a request's tokens, and the names of its chunks, as the workers' connectors have them.
 - `view`: which worker has how much of a request's state, and how sure that is.
 

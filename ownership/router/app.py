@@ -24,6 +24,7 @@ from ownership.router.placer import Placer
 from ownership.router.probes import Prober
 from ownership.router.proxy import Proxy
 from ownership.router.requests import NO_KEY, has_key
+from ownership.router.spans import RouterSpans
 from ownership.router.workers import WorkerSet, WorkerState
 
 _KEEP_ALIVE_S = 4.0
@@ -63,7 +64,9 @@ class _Router:
             if placer is None:
                 opening = open_placer(self._config, self._workers, session, self._metrics)
                 placer = await stack.enter_async_context(opening)
-            self._proxy = Proxy(self._config, self._workers, placer, session, self._metrics)
+            spans = RouterSpans(self._config.otlp_traces_endpoint)
+            stack.push_async_callback(asyncio.to_thread, spans.close)
+            self._proxy = Proxy(self._config, self._workers, placer, session, self._metrics, spans)
             self._workers.on_change += [prober.follow, self._show_workers]
             discovery = Discovery(self._config, self._workers, session)
             await discovery.look()

@@ -119,6 +119,12 @@ def _new_file(key: str, value: object) -> Path:
     return Path(value).expanduser()
 
 
+def _url(key: str, value: object) -> str:
+    if not isinstance(value, str) or not value.startswith(("http://", "https://")):
+        raise ConfigError(key, f"expected http://host:port/path, got {value!r}")
+    return value
+
+
 def _dns(key: str, value: object) -> str:
     host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -240,6 +246,14 @@ class RouterConfig:
         "A file that gets a line of JSON for each request that a policy has placed",
         None,
         unset="none",
+    )
+    otlp_traces_endpoint: str = declare(
+        "URL",
+        _url,
+        "A collector of OpenTelemetry spans, by OTLP over HTTP, such as "
+        "`http://localhost:4318/v1/traces`. Needs the extra `traces`",
+        "",
+        unset="no spans",
     )
     host: str = declare("address", values.worker_name, "Address to listen at", "0.0.0.0")
     port: int = declare("port", _port, "Port to listen at", 8080)

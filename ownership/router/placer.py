@@ -25,6 +25,8 @@ class Placed:
     """Reasons why it is not exact, by names from a fixed set."""
     action: str = ""
     """The work that the placement causes: a `PlacementAction`."""
+    predicted_ttft_s: float | None = None
+    """Seconds from the sending to the first token; None if nothing was predicted."""
 
 
 class Placer(Protocol):

@@ -195,6 +195,7 @@ class PolicyPlacer:
             certainty=view.certainty,
             reasons=view.reasons,
             action=placement.action,
+            predicted_ttft_s=decision.predicted.ttft_s,
             step=step,
             placement=placement,
             record=record,

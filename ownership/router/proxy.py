@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from io import BytesIO
 from time import monotonic
 
@@ -19,7 +20,14 @@ from ownership.router.config import RouterConfig
 from ownership.router.doors import DOORS, OTHER, Reason, Refusal
 from ownership.router.metrics import RouterMetrics
 from ownership.router.placer import Placed, Placer
-from ownership.router.requests import ClientLeftError, RefusedError, RouterRequest, read_request
+from ownership.router.requests import (
+    ClientLeftError,
+    Headers,
+    RefusedError,
+    RouterRequest,
+    read_request,
+)
+from ownership.router.spans import RouterSpans
 from ownership.router.workers import Exchange, Worker, WorkerSet
 
 _BUSY = frozenset({429, 502, 503, 504})
@@ -61,24 +69,30 @@ class Proxy:
         placer: Placer,
         session: aiohttp.ClientSession,
         metrics: RouterMetrics,
+        spans: RouterSpans,
     ) -> None:
         self._config, self._workers, self._placer = config, workers, placer
-        self._session, self._metrics = session, metrics
+        self._session, self._metrics, self._spans = session, metrics, spans
         self._admission = Admission(workers.room, config.max_queued, config.queue_s)
         workers.on_change.append(self._admission.admit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         door = DOORS.get(scope["path"], OTHER)
-        answer = Answer(send)
+        answer, spans, reason = Answer(send), self._spans.begin(scope), ""
         try:
             request = await read_request(scope, receive, self._config)
+            request.spans = spans
             await self._serve_while_connected(request, receive, answer)
         except RefusedError as error:
-            self._metrics.refused.labels(error.refusal.reason).inc()
+            reason = error.refusal.reason
+            self._metrics.refused.labels(reason).inc()
             await answer.refuse(door.api, error.refusal)
         except ClientLeftError:
+            reason = "client_left"
             self._metrics.left.inc()
             return
+        finally:
+            spans.on_end(answer.status, reason)
         self._metrics.requests.labels(door.name, str(answer.status)).inc()
 
     async def _serve_while_connected(
@@ -113,7 +127,9 @@ class Proxy:
         tried: list[Worker] = []
         resent, was_stale = 0, False
         while True:
-            placed = await self._place(request, tried)
+            with request.spans.placing():
+                placed = await self._place(request, tried)
+                request.spans.on_placed(placed)
             worker = placed.worker
             tried.append(worker)
             try:
@@ -207,17 +223,7 @@ class Proxy:
         """
         request = placed.request
         body = request.body if placed.body is None else placed.body
-        sending = self._session.request(
-            request.method,
-            URL(placed.worker.address.url + request.target, encoded=True),
-            data=BytesIO(body) if len(body) > _LARGE_BYTES else body or None,
-            headers=CIMultiDict(
-                (name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers
-            ),
-            skip_auto_headers=_SKIPPED,
-            allow_redirects=False,
-        )
-        async with sending as response:
+        async with self._sending(request, placed.worker, body, request.headers) as response:
             if response.status in _BUSY and self._workers.usable(request, tried):
                 raise _BusyError
             read = response.content.readany
@@ -233,6 +239,32 @@ class Proxy:
                 part = await read()
                 exchange.last_byte_s = monotonic()
             await answer.end()
+
+    @asynccontextmanager
+    async def _sending(
+        self,
+        request: RouterRequest,
+        worker: Worker,
+        body: bytes,
+        headers: Headers,
+        leg: str = "upstream",
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a body to a worker, and yield the answer's head."""
+        with request.spans.sending(worker.name, leg) as span:
+            asking = self._session.request(
+                request.method,
+                URL(worker.address.url + request.target, encoded=True),
+                data=BytesIO(body) if len(body) > _LARGE_BYTES else body or None,
+                headers=CIMultiDict(
+                    (name.decode("latin-1"), value.decode("latin-1"))
+                    for name, value in span.headers(headers)
+                ),
+                skip_auto_headers=_SKIPPED,
+                allow_redirects=False,
+            )
+            async with asking as response:
+                span.on_status(response.status)
+                yield response
 
 
 def _as_lost(error: Exception) -> _WorkerLostError:

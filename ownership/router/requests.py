@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope
 
 from ownership.router.config import RouterConfig, digest_of
 from ownership.router.doors import DOORS, OTHER, Door, Reason, Refusal
+from ownership.router.spans import NO_SPANS, RequestSpans
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -68,6 +69,7 @@ class RouterRequest:
     model: str | None = None
     """None: the worker's own default, or a path whose body is not read."""
     is_stream: bool = False
+    spans: RequestSpans = NO_SPANS
 
     def header(self, name: bytes) -> str | None:
         """Return the value of a header, by its name in lower case."""
