@@ -16,7 +16,8 @@ from hetero_connector.errors import (
     StaleEpochError,
 )
 from ownership.directory import Directory, GrantOutcome, Lease
-from ownership.directory.redis import RedisDirectory
+from ownership.directory.redis import RedisDirectory, RedisMessageLog
+from ownership.directory.redis.message_log import BEGIN
 from tests.ownership.fleet_bench import KV, artifact, claim, claim_of, join
 from tests.ownership.member.ledgers import RunningWorker, change, record_of
 
@@ -96,6 +97,29 @@ class TestSentinel:
         assert found[0].token == token  # type: ignore[attr-defined]
         assert claim(directory, before, artifact())[0].token == token
         directory.close()
+
+    def test_routers_messages_follow_a_failover(
+        self, servers: tuple[EmbeddedRedis, EmbeddedRedis, EmbeddedRedis]
+    ) -> None:
+        primary, replica, sentinel = servers
+        log = RedisMessageLog(by_sentinel(sentinel), DEADLINE_S)
+        cursor = log.exchange(b"before", BEGIN).cursor
+        copied = redis.Redis.from_url(replica.url)
+        wait_for("it is replicated", lambda: copied.exists("{heterocache:default}:messages"))
+        primary.kill()
+        found: list[bytes] = []
+
+        def is_back() -> bool:
+            try:
+                found.extend(x.content for x in log.exchange(b"after", cursor).messages)
+            except DirectoryUnavailableError:
+                return False
+            return bool(found)
+
+        wait_for("the replica has taken over", is_back)
+        assert found[-1] == b"after"
+        assert b"before" not in found
+        log.close()
 
     def test_a_failover_to_a_replica_that_lagged_loses_nothing_for_good(
         self, servers: tuple[EmbeddedRedis, EmbeddedRedis, EmbeddedRedis]
