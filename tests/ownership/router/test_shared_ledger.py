@@ -90,6 +90,8 @@ def test_ledgers_that_lose_messages_agree_in_the_end(
     events: list[tuple[object, ...]], tokens: int
 ) -> None:
     routers, handed = Routers(3), set[str]()
+    routers.round()
+    routers.round()
     for event in events:
         match event:
             case ("send", int(router), str(worker), str(decoder)):
@@ -107,6 +109,21 @@ def test_ledgers_that_lose_messages_agree_in_the_end(
                     elif (name, id(ledger)) not in handed:
                         handed.add((name, id(ledger)))
                         ledger.handed_off(name, routers.now_s)
+    routers.settle()
+    routers.assert_alike()
+
+
+def test_a_lost_message_is_noticed_by_the_next_one_and_repeated() -> None:
+    routers = Routers(2)
+    routers.round()
+    routers.round()
+    other = routers.all[0]
+    routers.send(1, "a", "a", 300)
+    routers.round(frozenset({(1, 0)}))
+    assert (len(other), other.doubts(routers.now_s)) == (0, [])
+    routers.send(1, "b", "b", 300)
+    routers.round()
+    assert (len(other), other.doubts(routers.now_s)) == (1, [LedgerDoubt.PEER_GAP])
     routers.settle()
     routers.assert_alike()
 
