@@ -24,6 +24,8 @@ from ownership.router.placer import Placer
 from ownership.router.probes import Prober
 from ownership.router.proxy import Proxy
 from ownership.router.requests import NO_KEY, has_key
+from ownership.router.reservations import Reservations
+from ownership.router.selection import SelectionDoors
 from ownership.router.spans import RouterSpans
 from ownership.router.workers import WorkerSet, WorkerState
 
@@ -67,6 +69,9 @@ class _Router:
             spans = RouterSpans(self._config.otlp_traces_endpoint)
             stack.push_async_callback(asyncio.to_thread, spans.close)
             self._proxy = Proxy(self._config, self._workers, placer, session, self._metrics, spans)
+            reservations = Reservations(self._proxy, placer, self._config.lease_s)
+            stack.callback(reservations.close)
+            app.routes[:0] = SelectionDoors(self._config, self._workers, reservations).routes
             self._workers.on_change += [prober.follow, self._show_workers]
             discovery = Discovery(self._config, self._workers, session)
             await discovery.look()

@@ -295,6 +295,13 @@ class RouterConfig:
         "takes that long before its first token",
         600.0,
     )
+    lease_s: float = declare(
+        "number > 0",
+        values.number,
+        "Seconds after which a reservation is freed that another proxy has made, and not told "
+        "anything more of",
+        600.0,
+    )
     client_s: float = declare(
         "number > 0",
         values.number,

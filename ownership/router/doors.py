@@ -51,6 +51,8 @@ class Reason(StrEnum):
     QUEUE_FULL = "queue_full"
     QUEUE_TIMEOUT = "queue_timeout"
     WORKER_LOST = "worker_lost"
+    RESERVED = "reserved"
+    NO_RESERVATION = "no_reservation"
 
 
 STATUS: Mapping[Reason, int] = {
@@ -63,6 +65,8 @@ STATUS: Mapping[Reason, int] = {
     Reason.QUEUE_FULL: 429,
     Reason.QUEUE_TIMEOUT: 429,
     Reason.WORKER_LOST: 502,
+    Reason.RESERVED: 409,
+    Reason.NO_RESERVATION: 404,
 }
 _OPENAI_TYPES = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError"}
 _OPENAI_TYPES |= {429: "RateLimitError"}

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ownership.router.doors import Refusal
 from ownership.router.requests import RouterRequest
 from ownership.router.workers import Worker
+from ownership.scheduling import WorkerPrefix
+
+
+class Forecast(NamedTuple):
+    """The outcome of a placement that a policy expects."""
+
+    prompt_tokens: int
+    resume_tokens: int
+    """Tokens that the worker need not compute."""
+    prefix: WorkerPrefix
+    """The part that the worker has itself."""
+    ttft_s: float
+    cost_s: dict[str, float]
+    """The price by term."""
 
 
 @dataclass(eq=False, slots=True)
@@ -27,6 +41,10 @@ class Placed:
     """The work that the placement causes: a `PlacementAction`."""
     predicted_ttft_s: float | None = None
     """Seconds from the sending to the first token; None if nothing was predicted."""
+
+    def forecast(self) -> Forecast | None:
+        """Return what was expected; None without a policy. To be asked before it is sent."""
+        return None
 
 
 class Placer(Protocol):

@@ -23,7 +23,7 @@ from ownership.router.doors import Refusal
 from ownership.router.figures import WorkerFigures
 from ownership.router.identity import PromptChain
 from ownership.router.peers import Peers
-from ownership.router.placer import LeastLoaded, Placed
+from ownership.router.placer import Forecast, LeastLoaded, Placed
 from ownership.router.reports import LoadReport
 from ownership.router.requests import RouterRequest
 from ownership.router.shared_ledger import SharedLedger
@@ -62,12 +62,27 @@ class _Planned(Placed):
 
     step: Step
     placement: Placement
+    decision: PlacementDecision | None
+    """None once it is sent: it keeps the view of the whole fleet."""
     record: DecisionRecord | None = None
     """The line for the decision log; None without one."""
     chain: PromptChain | None = None
     """The prompt's chunks, for that line."""
     sent_s: float = 0.0
     first_byte_s: float | None = None
+
+    def forecast(self) -> Forecast | None:
+        decision = self.decision
+        if decision is None:
+            return None
+        prompt_tokens, predicted = self.step.prompt_tokens, decision.predicted
+        return Forecast(
+            prompt_tokens,
+            min(prompt_tokens, decision.pricing.resume_tokens(decision.route)),
+            self.step.prefixes.get(self.worker.name, WorkerPrefix()),
+            predicted.ttft_s,
+            predicted._asdict(),
+        )
 
 
 class PolicyPlacer:
@@ -134,7 +149,7 @@ class PolicyPlacer:
 
     def on_sent(self, placed: Placed, now_s: float) -> None:
         if isinstance(placed, _Planned) and self._ledger is not None:
-            placed.sent_s = now_s
+            placed.sent_s, placed.decision = now_s, None
             self._ledger.sent(placed, Work.of(placed.step, placed.placement), now_s)
 
     def on_first_byte(self, placed: Placed, now_s: float) -> None:
@@ -198,6 +213,7 @@ class PolicyPlacer:
             predicted_ttft_s=decision.predicted.ttft_s,
             step=step,
             placement=placement,
+            decision=decision,
             record=record,
             chain=None if record is None else _longest(view),
         )

@@ -128,7 +128,7 @@ class Proxy:
         resent, was_stale = 0, False
         while True:
             with request.spans.placing():
-                placed = await self._place(request, tried)
+                placed = await self.place(request, tried)
                 request.spans.on_placed(placed)
             worker = placed.worker
             tried.append(worker)
@@ -154,8 +154,12 @@ class Proxy:
                     raise RefusedError(_lost(worker)) from None
             self._metrics.retried.labels(worker.name).inc()
 
-    async def _place(self, request: RouterRequest, tried: Sequence[Worker]) -> Placed:
-        """Wait for room, then choose a worker."""
+    def released(self) -> None:
+        """A request that another proxy sends has ended at its worker."""
+        self._admission.left()
+
+    async def place(self, request: RouterRequest, tried: Sequence[Worker] = ()) -> Placed:
+        """Wait for room, then choose a worker. Raises RefusedError."""
         model = request.model
         if model is not None and not self._workers.is_known(model):
             text = f"The model `{model}` does not exist."

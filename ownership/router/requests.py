@@ -108,7 +108,7 @@ async def read_request(scope: Scope, receive: Receive, config: RouterConfig) -> 
         _priority(headers),
     )
     if door is not OTHER or headers.get(b"content-type", b"").startswith(b"application/json"):
-        _read_fields(request)
+        read_fields(request)
     return request
 
 
@@ -148,7 +148,7 @@ def _too_large(config: RouterConfig) -> RefusedError:
     return RefusedError(Refusal(Reason.BODY_TOO_LARGE, text))
 
 
-def _read_fields(request: RouterRequest) -> None:
+def read_fields(request: RouterRequest) -> None:
     """Read the model, and if the answer is to be a stream. A body of another path may be none."""
     if not request.body and request.method in ("GET", "HEAD", "DELETE", "OPTIONS"):
         return

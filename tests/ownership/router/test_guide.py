@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -15,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.ownership.router.bench import wait_until
+from tests.ownership.router.bench import RunningRouter, wait_until
 
 ROOT = Path(__file__).parents[3]
 GUIDE = (ROOT / "docs/guides/router.md").read_text()
@@ -59,6 +60,18 @@ def test_the_router_can_be_tried_without_an_engine(tmp_path: Path, stack: ExitSt
         else:
             programs = {"python": [sys.executable], "heterocache": [sys.executable, "-m", CLI]}
             start([*programs[words[0]], *words[1:]], tmp_path, stack)
+
+
+def test_a_proxy_can_ask_where_to_send(router: RunningRouter) -> None:
+    asked = commands("For proxies that send themselves")
+    assert len(asked) == 3
+    answers = []
+    for command in asked:
+        words = [x.replace("localhost:8080", f"127.0.0.1:{router.port}") for x in command]
+        done = subprocess.run([*words, "--fail"], capture_output=True, text=True, check=True)
+        answers.append(json.loads(done.stdout))
+    assert answers[0]["selection_id"] == "r1"
+    assert answers[0]["worker"] in router.states()
 
 
 def free_ports(count: int) -> list[str]:
