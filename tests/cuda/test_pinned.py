@@ -45,7 +45,7 @@ def test_pieces_cover_the_arena_until_it_is_closed(arena: np.ndarray) -> None:
 def test_threads_register_pieces_at_once(arena: np.ndarray) -> None:
     library = StandInLibrary()
     together = threading.Barrier(3)  # breaks, and so fails, if fewer threads come
-    library.on_register = lambda: together.wait(20)
+    library.on_register = lambda: together.wait(60)
     pinned = pin(arena, library)
     assert pinned.is_complete
     assert not together.broken

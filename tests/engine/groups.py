@@ -14,12 +14,13 @@ _SHARED_ENGINE = {
     **dict.fromkeys(("test_situations", "test_bytes", "test_full_steps"), "shared"),
     "test_parked_loads": "shared",
     **dict.fromkeys(("test_power", "test_presets_match_engine"), "stock"),
+    **dict.fromkeys(("test_soak", "test_replay_pressure"), "soak"),
 }
-"""Modules whose tests use `shared_llm` or `stock_llm`."""
+"""Modules whose tests use `shared_llm`, `stock_llm` or the traffic of `soaking.recorded`."""
 
 
 def group_of(node_id: str) -> str:
-    """Return the shared engine that a test uses, or else its file."""
+    """Return the shared engine or traffic that a test uses, or else its file."""
     file, _, test = node_id.partition("::")
     kind = _SHARED_ENGINE.get(PurePath(file).stem)
     models = set(test.partition("[")[2].removesuffix("]").split("-")).intersection(MODELS)

@@ -9,12 +9,13 @@ again from the token where it does, cold and without the connector: that must ag
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from tests.engine.harness import BF16_MODELS, Completion, delta, engine, generate
-from tests.engine.traffic import Ask, Traffic
+from tests.engine.traffic import Ask, Traffic, record
 
 TIERS = {
     "gemma3": {"dram_gib": 0.006, "ssd_gib": 0.016},
@@ -42,6 +43,13 @@ def arguments(model: str) -> dict[str, Any]:
         "scheduler_reserve_full_isl": False,
         "disable_log_stats": False,
     }
+
+
+@cache
+def recorded(model: str, seed: int, num_rounds: int) -> Traffic:
+    """Return random traffic with the answers of an engine without the connector."""
+    with engine(model, **arguments(model)) as llm:
+        return record(llm, seed=seed, num_rounds=num_rounds)
 
 
 def tolerance(model: str) -> float:

@@ -21,7 +21,7 @@ from tests.engine.stepped import CHUNK, Engine
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 LEASE_S = 2.0
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class SlowDirectory(MemoryDirectory):

@@ -116,6 +116,7 @@ def test_a_router_follows_a_dense_model_through_all_tiers(tmp_path: Path) -> Non
         assert (seen.of("CPU"), seen.of("STORAGE")) == (set(), set())
 
 
+@pytest.mark.slow
 def test_after_kill_9_a_router_learns_of_a_chain_with_its_first_request(tmp_path: Path) -> None:
     prompt = prompt_tokens(600)
     endpoints = [f"ipc://{tmp_path}/{name}" for name in ("events", "replay")]

@@ -397,7 +397,7 @@ def test_an_idle_engine_is_woken_and_a_sleeping_one_is_not() -> None:
     idle.start(Loop(woken.set, lambda: asleep[0]))
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(calls.call, lambda: 7, 10)
-        assert woken.wait(10)
+        assert woken.wait(60)
         assert idle.is_due
         assert calls.has_any
         calls.run()
@@ -625,7 +625,7 @@ def test_a_call_that_runs_longer_than_its_caller_waits_is_answered_at_its_end() 
 
     def function() -> str:
         begins.set()
-        ends.wait(10)
+        ends.wait(60)
         return "done"
 
     calls = StepCalls(lambda: None)
@@ -634,10 +634,10 @@ def test_a_call_that_runs_longer_than_its_caller_waits_is_answered_at_its_end() 
         while not calls.has_any:
             time.sleep(1e-3)
         pool.submit(calls.run)
-        assert begins.wait(10)
+        assert begins.wait(60)
         with pytest.raises(TimeoutError):
             answer.result(0.5)
         is_waiting = not answer.done()
         ends.set()
         assert is_waiting
-        assert answer.result(10) == "done"
+        assert answer.result(60) == "done"

@@ -39,7 +39,7 @@ def recorded(engine: Engine, work: Callable[[], None]) -> dict[str, Any]:
         time.sleep(1e-3)
     work()
     recorder(engine).close()
-    thread.join(10)
+    thread.join(60)
     return answers[0]
 
 

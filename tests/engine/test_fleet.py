@@ -115,6 +115,7 @@ def test_the_parameters_of_vllms_own_proxy_make_a_handoff_too(apart: Fleet) -> N
     same(reply, ann.complete(prompt, MAX_TOKENS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", MODELS, indirect=True)
 def test_a_killed_server_finds_on_its_ssd_what_continues_anothers_chain(
     apart: Fleet, tmp_path: Path

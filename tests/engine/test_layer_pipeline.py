@@ -40,11 +40,11 @@ def test_a_layer_that_is_being_copied_is_waited_for(pipeline: LayerPipeline) -> 
 
     def slow() -> None:
         started.set()
-        assert go.wait(10)
+        assert go.wait(60)
         done.set()
 
     pipeline.start([("a", slow)], overlap=True)
-    assert started.wait(10)
+    assert started.wait(60)
     threading.Timer(0.05, go.set).start()
     pipeline.ensure("a")
     assert done.is_set()
@@ -59,13 +59,13 @@ def test_the_forward_copies_a_layer_that_the_thread_has_not_reached(
 
     def first() -> None:
         blocked.set()
-        assert go.wait(10)
+        assert go.wait(60)
 
     def second() -> None:
         threads["b"] = threading.current_thread().name
 
     pipeline.start([("a", first), ("b", second)], overlap=True)
-    assert blocked.wait(10)
+    assert blocked.wait(60)
     pipeline.ensure("b")
     assert threads["b"] == threading.current_thread().name
     go.set()

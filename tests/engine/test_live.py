@@ -57,7 +57,7 @@ class Service:
         while not self.server.started:
             time.sleep(0.01)
         port = self.server.servers[0].sockets[0].getsockname()[1]
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10)
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
 
     def get(self, path: str, key: str = "right") -> httpx.Response:
         """Return an answer, of which an error is read; close any other."""
@@ -75,7 +75,7 @@ class Service:
 
     def end(self) -> None:
         self.server.should_exit = True
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive(), "a viewer holds the server up"
 
 
@@ -131,7 +131,7 @@ class Viewer:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -210,7 +210,7 @@ def test_a_question_that_fails_ends_one_viewer_and_holds_no_lock(
         with pytest.raises(ZeroDivisionError):
             await feed.next()
         engines.answer = lambda asked: {"asked": asked}
-        return await asyncio.wait_for(feed.next(), 10)
+        return await asyncio.wait_for(feed.next(), 60)
 
     assert b'"asked":2' in asyncio.run(watch())
 

@@ -28,9 +28,10 @@ from tests.engine.soaking import (
     SHORT,
     arguments,
     assert_answers,
+    recorded,
     tolerance,
 )
-from tests.engine.traffic import play, record
+from tests.engine.traffic import play
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
@@ -61,8 +62,7 @@ def test_without_the_engines_prefix_cache() -> None:
 def test_every_answer_is_the_engines_own(
     model: str, seed: int, rounds: int, tmp_path: Path
 ) -> None:
-    with engine(model, **arguments(model)) as llm:
-        traffic = record(llm, seed=seed, num_rounds=rounds)
+    traffic = recorded(model, seed, rounds)
     few = {"num_gpu_blocks_override": BLOCKS[model], "max_num_batched_tokens": 200}
     extra = {"dram_gib": 0.05, "ssd_dir": str(tmp_path), "ssd_gib": 0.1, "checkpoints": "zero"}
     with engine(model, extra, **(arguments(model) | few)) as llm:

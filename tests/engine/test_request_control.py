@@ -59,7 +59,7 @@ def stored(engine: Engine, request: FakeRequest, **params: Any) -> int:
         cache_salt=request.cache_salt,
         kv_transfer_params=params,
     )
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while (found := engine.ask(again)) is None:
         assert time.monotonic() < deadline
     engine.finish(again)

@@ -35,6 +35,7 @@ from tests.engine.soaking import (
     arguments,
     assert_answers,
     deviating,
+    recorded,
 )
 from tests.engine.traffic import Round, play, record
 
@@ -57,8 +58,7 @@ _slow = pytest.mark.slow
 def test_everything_restored_every_answer_is_the_engines_own(
     model: str, rounds: int, tmp_path: Path
 ) -> None:
-    with engine(model, **arguments(model)) as llm:
-        traffic = record(llm, seed=rounds, num_rounds=rounds)
+    traffic = recorded(model, rounds, rounds)
     answers, counts = lives(model, EVERYTHING | {"ssd_dir": str(tmp_path)}, [traffic.rounds])
     assert_hard_times(model, counts)
     assert_answers(model, answers, traffic)
@@ -74,8 +74,7 @@ def test_everything_restored_every_answer_is_the_engines_own(
 )
 def test_by_cost_every_answer_is_the_engines_own(model: str, life: int, tmp_path: Path) -> None:
     rounds = LONG // LIVES if life else SHORT
-    with engine(model, **arguments(model)) as llm:
-        traffic = record(llm, seed=SHORT + life, num_rounds=rounds)
+    traffic = recorded(model, SHORT + life, rounds)
     halves = [traffic.rounds]
     if life:  # restarted half-way
         halves = [traffic.rounds[: rounds // 2], traffic.rounds[rounds // 2 :]]

@@ -51,7 +51,7 @@ class Traced(NamedTuple):
         return self.send(headers, **request)
 
     def get(self, path: str) -> dict[str, Any]:
-        with urllib.request.urlopen(self.server.url + path, timeout=10) as response:
+        with urllib.request.urlopen(self.server.url + path, timeout=60) as response:
             return dict(json.load(response))
 
     def by_id(self, request_id: str) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def test_kill_ends_the_whole_process_group(tmp_path: Path) -> None:
         pass
     child = int(pid_file.read_text())
     server.kill()
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + 60
     while _is_running(child) and time.monotonic() < deadline_s:
         time.sleep(0.01)  # the signal is sent; dying may take a moment
     assert not _is_running(child)

@@ -234,7 +234,7 @@ def test_a_commit_that_hangs_goes_on_when_the_faults_end(table: Table) -> None:
     thread.join(0.05)
     assert thread.is_alive()
     table.disk.heal()
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
 
 
@@ -253,7 +253,7 @@ def test_a_cut_ends_what_hangs(table: Table) -> None:
     thread.join(0.05)
     assert thread.is_alive()
     table.disk.cut(Cut.KILL)
-    thread.join(20)
+    thread.join(60)
     assert errors == [sqlite3.SQLITE_IOERR]
 
 

@@ -83,7 +83,7 @@ class Survivor:
 def leave(root: Path) -> Copies:
     store = Bench(root).open()
     put(store, CHUNKS)
-    assert store.flush(20)
+    assert store.flush(60)
     copies = records(store, root)
     store.close()
     return copies

@@ -103,7 +103,7 @@ def put(
     """Save whole chunks. There must be room for each, if need be after the I/O thread has made the
     checksums of earlier ones: until then it pins them."""
     for chunk in chunks:
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 60.0
         while (save := store.begin_save(chunk, sizes)) is None:
             assert time.monotonic() < deadline, "there is no room"
             time.sleep(0.001)
@@ -120,12 +120,12 @@ def forget_all(store: ArtifactStore) -> None:
                 store.catalog.tiers.forget(artifact)
 
 
-def wait(restore: Restore, timeout_s: float = 20.0) -> Restore:
+def wait(restore: Restore, timeout_s: float = 60.0) -> Restore:
     until(lambda: restore.poll(), timeout_s)
     return restore
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it never happened"

@@ -202,7 +202,7 @@ def test_an_empty_bucket_writes_nothing_and_flush_and_close_end(
     until(lambda: rows.poll(patiently=True))
     w.io_thread.start()
     put(w.store, chain("a", 4))
-    assert w.store.flush(20)
+    assert w.store.flush(60)
     w.store.close()
     assert w.bench.disk is not None
     assert w.bench.disk.written_bytes == 0

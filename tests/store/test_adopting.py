@@ -99,7 +99,7 @@ def test_what_a_dead_engine_left_becomes_ours(
     assert survivor.store.sharing is not None
     told = {c.id for c in survivor.store.sharing.take_exports() if c.copy is not None}
     assert told == set(ids_of(CHUNKS)), "or it could not be claimed"
-    assert survivor.store.flush(20)
+    assert survivor.store.flush(60)
     assert all(a.ssd is not None for a in artifacts)
     assert files_of(tmp_path / "dead") == before
     revived = Bench(tmp_path / "dead").open()
@@ -125,7 +125,7 @@ def test_an_engine_that_lives_keeps_its_directory_to_itself(
     """Though its lease has ended: it was stopped, or the fleet's directory is wrong."""
     store = Bench(tmp_path / "dead").open()
     put(store, CHUNKS)
-    assert store.flush(20)
+    assert store.flush(60)
     fails(survivor, records(store, tmp_path / "dead"), Failure.UNREACHABLE)
     store.close()
 
@@ -207,7 +207,7 @@ def test_an_engine_that_starts_waits_for_those_who_read_there(
         assert by_another_too
         starting.start()
         assert not opened.wait(0.3)
-    assert opened.wait(20)
+    assert opened.wait(60)
     starting.join()
 
 
@@ -231,7 +231,7 @@ def test_a_file_system_that_hangs_costs_a_deadline_and_its_slots_stay_in_quarant
     left: Copies, survivor: Survivor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs = threading.Event()
-    begun = reading_takes(monkeypatch, lambda _: hangs.wait(20))
+    begun = reading_takes(monkeypatch, lambda _: hangs.wait(60))
     pool = survivor.store.catalog.tiers.dram
     restore = survivor.begin(left)
     until(lambda: len(begun) == 1)
@@ -276,7 +276,7 @@ def test_what_was_read_by_the_deadline_counts(
     left: Copies, survivor: Survivor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs = threading.Event()
-    begun = reading_takes(monkeypatch, lambda n: n < 3 or hangs.wait(20))
+    begun = reading_takes(monkeypatch, lambda n: n < 3 or hangs.wait(60))
     restore = survivor.begin(left)
     until(lambda: len(begun) == 3)
     survivor.clock.passes(PEER_DEADLINE_S)
@@ -296,7 +296,7 @@ def test_a_miss_is_counted_once_though_its_read_fails_after_it_was_given_up(
     hangs = threading.Event()
 
     def breaks(_: int) -> None:
-        hangs.wait(20)
+        hangs.wait(60)
         raise OSError("the file system has gone")
 
     begun = reading_takes(monkeypatch, breaks)

@@ -35,13 +35,13 @@ def test_what_was_sealed_while_writing_paused_is_written_when_it_goes_on(
     disk.files.fail_next(100)
     for i in range(6):
         put(store, chain(f"b{i}", 1))
-        store.flush(20)
+        store.flush(60)
     assert not store.catalog.writes.is_writable
     put(store, CHUNKS[:2])
     disk.files._failures.clear()
     until(lambda: store.catalog.writes.is_writable)
     put(store, CHUNKS[2:])
-    assert store.flush(20)
+    assert store.flush(60)
     store.close()
     store = bench.open()
     assert stored(store, CHUNKS) == 4
@@ -55,7 +55,7 @@ def test_a_batch_whose_slots_the_journal_does_not_free_is_written_later(
     monkeypatch.setattr(journal_rows, "_RETRY_S", 0.05)
     store = bench.open(ssd_chunks=2, dram_chunks=4)
     put(store, CHUNKS[:2])
-    assert store.flush(20)
+    assert store.flush(60)
     forget, calls = Journal.forget, []
 
     def fail_once(*args: Any) -> None:
@@ -66,7 +66,7 @@ def test_a_batch_whose_slots_the_journal_does_not_free_is_written_later(
 
     monkeypatch.setattr(Journal, "forget", fail_once)
     put(store, chain("b", 1))
-    assert store.flush(20)
+    assert store.flush(60)
     assert len(calls) > 1
     assert "cause=no_slot,tier=ssd" not in bench.counts("heterocache_failures")
     store.close()
@@ -81,7 +81,7 @@ def test_a_journal_that_never_forgets_costs_no_checksums_and_no_core(
     monkeypatch.setattr(journal_rows, "_RETRY_S", 0.2)
     store = bench.open(ssd_chunks=2, dram_chunks=8, verify="all")
     put(store, CHUNKS[:2])
-    assert store.flush(20)
+    assert store.flush(60)
     rounds, step = [0], IoThread.step
 
     def counted(thread: IoThread) -> bool:
@@ -109,7 +109,7 @@ def test_files_that_cannot_be_reached_any_more_do_not_end_the_thread(
     monkeypatch.setattr(io_thread, "_HOUSEKEEPING_S", 0.02)
     store = bench.open()
     put(store, CHUNKS[:1])
-    assert store.flush(20)
+    assert store.flush(60)
     stale = OSError(errno.ESTALE, "Stale file handle")
     with caplog.at_level(logging.ERROR), patch.object(os, "fstat", side_effect=stale):
         until(lambda: not store.catalog.writes.is_writable)
@@ -124,7 +124,7 @@ def test_files_that_cannot_be_reached_any_more_do_not_end_the_thread(
 def test_a_reset_between_taking_a_read_and_beginning_it(bench: Bench) -> None:
     store = bench.open()
     put(store, CHUNKS[:2])
-    assert store.flush(20)
+    assert store.flush(60)
     store.leave_to_ssd()
     begun, resets = SsdReads.batch, [store.reset]
 
@@ -139,7 +139,7 @@ def test_a_reset_between_taking_a_read_and_beginning_it(bench: Bench) -> None:
     restore.release()
     assert store.catalog.io_alive
     put(store, CHUNKS[:2])
-    assert store.flush(20)
+    assert store.flush(60)
     until(lambda: not store.catalog.loads.by_artifact)
     store.check_integrity()
     store.close()
@@ -150,17 +150,17 @@ def test_a_sync_that_hangs_does_not_keep_the_process(bench: Bench) -> None:
 
     def sync(_: SsdDirectory) -> None:
         hangs.set()
-        goes_on.wait(20)
+        goes_on.wait(60)
 
     store = bench.open()
     with patch.object(SsdDirectory, "sync", sync):
         put(store, CHUNKS[:1])
-        assert hangs.wait(20)
+        assert hangs.wait(60)
         syncing = [t for t in threading.enumerate() if t.name == "heterocache-sync"]
         assert syncing
         assert all(thread.daemon for thread in syncing)
         goes_on.set()
-        assert store.flush(20)
+        assert store.flush(60)
     store.close()
 
 

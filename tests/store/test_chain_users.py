@@ -154,11 +154,11 @@ def test_on_ssd_too_chains_with_users_leave_last(tmp_path: Path) -> None:
     store = clocked.store
     for chunks in (TRUNK, *(chain(f"c{i}", 2) for i in range(7))):
         put(store, chunks)
-        assert store.flush(20)
+        assert store.flush(60)
     clocked.reads("ann", TRUNK)
     for i in range(7, 14):
         put(store, chain(f"c{i}", 2))
-        assert store.flush(20)
+        assert store.flush(60)
     assert stored(store, TRUNK) == 2, "all others of its time have gone"
     assert not any(stored(store, chain(f"c{i}", 2)) for i in range(5))
     store.close()

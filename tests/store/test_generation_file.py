@@ -111,7 +111,7 @@ def test_a_disk_that_hangs_keeps_nobody_and_ends_with_what_was_wanted_last(path:
     goes_on, synced = threading.Event(), os.fdatasync
 
     def hang(fd: int) -> None:
-        goes_on.wait(20)
+        goes_on.wait(60)
         synced(fd)
 
     keeper = GenerationKeeper(GenerationFile.open(path, is_new=True))
@@ -131,7 +131,7 @@ def test_a_late_write_does_not_undo_a_later_one(path: Path) -> None:
     goes_on, synced = threading.Event(), os.fdatasync
 
     def hang(fd: int) -> None:
-        goes_on.wait(20)
+        goes_on.wait(60)
         synced(fd)
 
     keeper = GenerationKeeper(GenerationFile.open(path, is_new=True))

@@ -87,7 +87,7 @@ def test_a_bit_that_flips_in_dram_is_found_as_soon_as_its_artifact_is_sampled(
     store, one_in = open_sampling(bench, 8), 8
     chunks = chain("a", 6)
     put(store, chunks)
-    assert store.flush(20.0)
+    assert store.flush(60)
     for _ in range(20):
         assert hit(store, chunks)
     assert bench.counts("heterocache_failures") == {}, "what is intact passes"
@@ -125,7 +125,7 @@ def test_nothing_is_sampled_unless_asked(bench: Bench) -> None:
     store.catalog.samples = HitSamples(1, Random(3))
     chunks = chain("a", 4)
     put(store, chunks)
-    assert store.flush(20.0)
+    assert store.flush(60)
     artifact = store.catalog.tiers.index.find(ids_of(chunks)[0])
     assert artifact is not None
     store.arena.view[artifact.dram_offset] ^= 1

@@ -405,11 +405,11 @@ def test_a_second_writer_is_told_that_the_journal_is_in_use(
 def _serve_while_files_are_truncated(root: Path) -> None:
     store = Bench(root).open()
     put(store, chain("a", 4))
-    assert store.flush(20)
+    assert store.flush(60)
     for file in root.rglob("journal.sqlite-*"):
         os.truncate(file, 0)
     put(store, chain("b", 4))
-    store.flush(20)
+    store.flush(60)
     assert len(store.match(chain("b", 4))) == 4
     store.close()
 

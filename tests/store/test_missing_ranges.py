@@ -79,7 +79,7 @@ def hold(store: ArtifactStore, ours: Sequence[ChunkRange] = OURS) -> None:
     """Have the preamble as a replica and `ours` behind it, what is ours on SSD."""
     put(store, [*THEIRS, *ours])
     judge(store, ours, THEIRS)
-    assert store.flush(20)
+    assert store.flush(60)
     assert on_ssd(store) == set(ids_of(ours))
 
 
@@ -188,7 +188,7 @@ def test_an_unreachable_artifact_ages_as_any_other(engines: Engines) -> None:
     for name in "abc":
         put(store, chain(name, 2))
         judge(store, chain(name, 2), ())
-        assert store.flush(20)
+        assert store.flush(60)
     assert held(store, CHAIN) in ([], [False] * 6), "the oldest on SSD"
     assert store.catalog.tiers.index.num_missing == 0
     assert all(stored(store, chain(name, 2)) == 2 for name in "abc")
@@ -225,7 +225,7 @@ def test_what_is_queued_waits_for_what_it_continues_to_become_ours(
     judge(store, OURS, ())
     judge(store, THEIRS, ())
     engines.clock.passes(2.0)
-    assert store.flush(20)
+    assert store.flush(60)
     assert on_ssd(store) == set(ids_of(CHAIN))
     store.close()
 
@@ -241,7 +241,7 @@ def test_a_checkpoint_of_our_own_on_anothers_chunk_stays_while_something_continu
     store.sharing.resolve_claims(
         dict.fromkeys([checkpoint, *ids_of(OURS)], 4), [ArtifactId(c.key, DENSE) for c in THEIRS]
     )
-    assert store.flush(20)
+    assert store.flush(60)
     assert on_ssd(store) == {checkpoint, *ids_of(OURS)}
     store.close()
     again = engines.open()

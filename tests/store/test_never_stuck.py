@@ -316,7 +316,7 @@ def test_close_ends_within_its_deadline_though_the_journal_hangs(
 ) -> None:
     store = bench.open(ssd_chunks=2)
     put(store, CHUNKS[:2])
-    assert store.flush(20)
+    assert store.flush(60)
     wait(begin(store, ids_of(CHUNKS[:2]))).release()
     gate = threading.Event()
     with patch.object(Journal, hangs, lambda *args: gate.wait(60)):
@@ -378,7 +378,7 @@ def test_a_bug_of_the_io_thread_leaves_dram_whole(bench: Bench) -> None:
     store = bench.open(dram_chunks=8)
     for chunk in CHUNKS:
         put(store, [chunk])
-        assert store.flush(20)
+        assert store.flush(60)
     store.leave_to_ssd()
     with patch.object(MemoryFiles, "submit", side_effect=RuntimeError("a bug")):
         restores = [begin(store, ids_of([chunk])) for chunk in CHUNKS]

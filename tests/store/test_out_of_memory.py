@@ -76,7 +76,7 @@ def hungry(pipe: Connection, group: MemoryGroup | None, root: Path) -> None:
             eaten.append(bytearray(b"\1") * given)
             pipe.send(number)
         elif what == "flush":
-            pipe.send(store.flush(20.0))
+            pipe.send(store.flush(60))
         elif what == "restore":
             pipe.send(restored(store, peers, given))
         elif what == "card":

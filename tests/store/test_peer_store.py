@@ -387,7 +387,7 @@ def test_a_replica_is_not_written_to_ssd_and_neither_is_what_continues_it(
     restore.release()
     put(reader, chain("more", 2, CHUNKS[-1]))
     put(reader, chain("own", 2))
-    assert reader.flush(20)
+    assert reader.flush(60)
     reader.leave_to_ssd()
     assert {x.tiers[DENSE] for x in reader.match(CHUNKS)} == {Tier.DRAM}
     assert {x.tiers[DENSE] for x in reader.match(chain("own", 2))} == {Tier.SSD}

@@ -535,7 +535,7 @@ def test_it_wakes_by_itself_and_reads_real_files(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "ssd")
     store = bench.open(dram_chunks=8)
     put(store, A)
-    assert store.flush(20)
+    assert store.flush(60)
     store.leave_to_ssd()
     assert store.match(A)[0].tiers[DENSE] is Tier.SSD
     soon_s = bench.clock() + 0.05

@@ -52,7 +52,7 @@ def reopened(bench: Bench) -> Iterator[ArtifactStore]:
 def test_a_reset_outlives_a_journal_that_cannot_forget(bench: Bench) -> None:
     store = bench.open()
     put(store, CHUNKS)
-    assert store.flush(20)
+    assert store.flush(60)
     with patch.object(Journal, "clear", side_effect=StoreError("database or disk is full")):
         assert store.reset()
         assert not stored(store, CHUNKS)
@@ -65,14 +65,14 @@ def test_rows_of_another_generation_go_from_the_journal(bench: Bench) -> None:
     """They could not be found, and would keep their slots for ever."""
     store = bench.open()
     put(store, CHUNKS)
-    assert store.flush(20)
+    assert store.flush(60)
     with patch.object(Journal, "clear", side_effect=StoreError("database or disk is full")):
         assert store.reset()
         store.close()
     with reopened(bench) as store:
         until(lambda: not store.catalog.tiers.journal_stale)
         put(store, chain("b", 1))
-        assert store.flush(20)
+        assert store.flush(60)
     assert bench.root is not None
     journal = Journal.open_existing(next(bench.root.glob("*/journal.sqlite")))
     assert {row.chunk for row in journal.load()} == {chain("b", 1)[0]}
@@ -82,10 +82,10 @@ def test_rows_of_another_generation_go_from_the_journal(bench: Bench) -> None:
 def test_what_is_stored_after_a_reset_is_found_by_the_next_process(bench: Bench) -> None:
     store = bench.open()
     put(store, CHUNKS)
-    assert store.flush(20)
+    assert store.flush(60)
     assert store.reset()
     put(store, chain("b", 3))
-    assert store.flush(20)
+    assert store.flush(60)
     generation = store.generation
     store.close()
     with reopened(bench) as store:
@@ -101,7 +101,7 @@ def test_a_disk_that_cannot_be_told_makes_the_reset_false(
     monkeypatch.setattr(artifact_store, "_KEEP_S", 0.05)
     store = bench.open()
     put(store, CHUNKS)
-    assert store.flush(20)
+    assert store.flush(60)
 
     def bad(file: GenerationFile, generation: Generation) -> None:
         if how == "fails":
@@ -123,7 +123,7 @@ def test_a_full_disk_does_not_refuse_a_reset(bench: Bench) -> None:
     """Only what is allocated already is written."""
     store = bench.open()
     put(store, CHUNKS)
-    assert store.flush(20)
+    assert store.flush(60)
     with (
         patch.object(os, "posix_fallocate", side_effect=OSError(28, "No space left on device")),
         patch.object(os, "open", side_effect=OSError(28, "No space left on device")),
@@ -138,7 +138,7 @@ def test_a_full_disk_does_not_refuse_a_reset(bench: Bench) -> None:
 def test_the_fleets_reset_is_followed_and_kept(bench: Bench) -> None:
     store = bench.open()
     put(store, CHUNKS)
-    assert store.flush(20)
+    assert store.flush(60)
     store._generations.note_fleet(5, store.generation)
     assert store.generation == Generation(5)
     assert store.catch_up() == Generation(5)
@@ -209,7 +209,7 @@ def test_killed_at_any_step_nothing_from_before_a_reset_is_served(steps: list[st
                     names.append(f"c{len(names)}")
                     put(store, chain(names[-1], 2))
                 elif step == "flush":
-                    store.flush(20)
+                    store.flush(60)
                 elif step == "reset":
                     assert store.reset()
                     points.forbidden = frozenset(names)
@@ -243,7 +243,7 @@ while True:
     put(store, chain(f"c{i}", 2))
     print(f"put {i}\\n", end="", flush=True)  # in one piece: the parent kills at any moment
     if i % 3 == 0:
-        store.flush(10)
+        store.flush(60)
     if i % 4 == 3:
         assert store.reset()
         print(f"reset {i}\\n", end="", flush=True)
@@ -297,7 +297,7 @@ def test_nothing_of_a_batch_under_way_is_listed_after_a_reset(bench: Bench, disk
     until(lambda: bool(store.catalog.writes.num_writing))
     assert store.reset()
     disk.files.resume()
-    assert store.flush(20)
+    assert store.flush(60)
     store.close()
     with reopened(bench) as store:
         assert served(store, "a") == 0

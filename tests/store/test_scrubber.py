@@ -46,7 +46,7 @@ def bench(tmp_path: Path) -> Bench:
 def store(bench: Bench) -> Iterator[ArtifactStore]:
     store = bench.open()
     put(store, CHUNKS)
-    assert store.flush(20)
+    assert store.flush(60)
     yield store
     store.check_integrity()
     assert not store.catalog.tiers.pinned()
@@ -151,7 +151,7 @@ def test_an_artifact_that_left_meanwhile_is_no_damage(
     assert bench.counts("heterocache_failures") == {}
     monkeypatch.undo()
     put(store, CHUNKS)
-    assert store.flush(20), "all slots are free again"
+    assert store.flush(60), "all slots are free again"
 
 
 @pytest.mark.parametrize("how_often", [1, 2])
@@ -197,7 +197,7 @@ def test_it_keeps_to_its_rate(tmp_path: Path) -> None:
     clock = Clock()
     store = Bench(tmp_path / "ssd", clock=clock).open()
     put(store, CHUNKS)
-    assert store.flush(20)
+    assert store.flush(60)
     began_s, total = clock(), 2 * 6 * sum(SIZES.values())
     store.scrubber.run(total / 30, Passing(clock))
     assert clock() - began_s == pytest.approx(30)

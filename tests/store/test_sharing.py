@@ -93,7 +93,7 @@ def test_what_is_ours_is_written_and_what_is_anothers_is_not(store: ArtifactStor
     until(lambda: on_ssd(store) == set(ours))
     written = told(store, len(ours))
     assert all(c.copy and c.copy.on_ssd and c.token == 4 for c in written.values())
-    assert store.flush(20), "nothing is left to be waited for"
+    assert store.flush(60), "nothing is left to be waited for"
     assert on_ssd(store) == set(ours)
 
 
@@ -126,7 +126,7 @@ def test_a_flush_waits_for_nobody(store: ArtifactStore, monkeypatch: pytest.Monk
     sharing(store).serve_under(EPOCH)
     put(store, CHUNKS)
     told(store, 6)
-    assert store.flush(20)
+    assert store.flush(60)
     assert on_ssd(store) == set(ids_of(CHUNKS))
 
 
@@ -156,7 +156,7 @@ def test_a_child_waits_for_its_parents_also_when_everything_is_to_be_written(
         assert {a.id for a in first} == set(ids_of(CHUNKS[:1]))
         for artifact in first:
             store.catalog.writes.offer(artifact)
-    assert store.flush(20)
+    assert store.flush(60)
     assert on_ssd(store) == set(ids_of(CHUNKS))
 
 
@@ -165,7 +165,7 @@ def test_a_replica_that_becomes_ours_is_written(store: ArtifactStore) -> None:
     put(store, CHUNKS)
     told(store, 6)
     assert sharing(store).resolve_claims({}, ids_of(CHUNKS)) == []
-    assert store.flush(20)
+    assert store.flush(60)
     assert on_ssd(store) == set()
     assert sharing(store).resolve_claims(dict.fromkeys(ids_of(CHUNKS), 5), []) == []
     until(lambda: on_ssd(store) == set(ids_of(CHUNKS)))
@@ -208,7 +208,7 @@ def test_a_restarted_engine_has_its_ssd_to_tell(tmp_path: Path) -> None:
 
 def test_what_leaves_dram_but_stays_on_ssd_is_told_as_moved(store: ArtifactStore) -> None:
     put(store, CHUNKS)
-    assert store.flush(20)
+    assert store.flush(60)
     told(store, 6)
     store.leave_to_ssd()
     moved = told(store, 6)

@@ -37,7 +37,7 @@ def test_a_full_ssd_tier_goes_on_taking_new_sessions(eviction: str, tmp_path: Pa
     store = bench.open(dram_chunks=8, ssd_chunks=12, eviction=eviction)
     for number in range(10):
         turn(store, chain(f"s{number}", 4))
-        assert store.flush(20)
+        assert store.flush(60)
         store.check_integrity()
     store.close()
     store = bench.open(dram_chunks=8, ssd_chunks=12, eviction=eviction)

@@ -81,7 +81,7 @@ def test_a_long_chain_with_one_checkpoint_takes_nearly_all_of_it(bench: Bench) -
         sizes = SIZES if at == 24 else {DENSE: SIZES[DENSE]}
         put(store, chunks[at : at + 1], {DENSE: SIZES[DENSE]})
         put(store, chunks[at + 1 : at + 2], sizes)
-        assert store.flush(20)
+        assert store.flush(60)
     assert used(store) == (26, 1)
     store = restarted(bench, store)
     assert stored(store, chunks) == 26
@@ -94,7 +94,7 @@ def test_a_change_of_traffic_moves_the_space_and_restarts_find_it(bench: Bench) 
     for number in range(3):
         for i in range(12):
             put(store, chain(f"long {number} {i}", 4), {DENSE: SIZES[DENSE]})
-            assert store.flush(20)
+            assert store.flush(60)
         dense, _ = used(store)
         assert dense >= 22
         store = restarted(bench, store)
@@ -102,7 +102,7 @@ def test_a_change_of_traffic_moves_the_space_and_restarts_find_it(bench: Bench) 
         assert serve_all(store) == sum(used(store))
         for i in range(40):
             put(store, chain(f"short {number} {i}", 1))
-            assert store.flush(20)
+            assert store.flush(60)
         dense, windows = used(store)
         assert windows >= 12
         # The journal keeps no checkpoint whose chunk has left the SSD and was in DRAM only.
@@ -120,10 +120,10 @@ def test_a_checkpoint_is_not_written_without_its_chunk(bench: Bench) -> None:
     store = opened(bench)
     chunks = chain("used", 26)
     put(store, chunks[:20], {DENSE: SIZES[DENSE]})
-    assert store.flush(20)
+    assert store.flush(60)
     store.leave_to_ssd()
     put(store, chunks[20:], {DENSE: SIZES[DENSE]})
-    assert store.flush(20)
+    assert store.flush(60)
     dense, _ = used(store)
     held = begin(store, ids_of(chunks[:dense], [DENSE]))
     before = used(store)
@@ -133,7 +133,7 @@ def test_a_checkpoint_is_not_written_without_its_chunk(bench: Bench) -> None:
         while pool.take(DENSE) is not None:
             pass
     put(store, chain("new", 1))
-    assert store.flush(20)
+    assert store.flush(60)
     assert used(store)[1] == before[1]
     assert bench.counts("heterocache_failures")["cause=no_slot,tier=ssd"] == 2
     held.release()

@@ -39,7 +39,7 @@ while True:  # more than fits: slots are evicted and written again, too
         store.sharing.resolve_claims(ours, ids_of(chunks[:theirs]))
     i += 1
     if i % 4 == 0:
-        store.flush(10)
+        store.flush(60)
         print(i, flush=True)
 """
 
@@ -89,7 +89,7 @@ def check(root: Path, seed: int, theirs: int) -> int:
             restore.release()
             chunks += len(listed)
     put(store, chain(f"after{seed}", 3))
-    assert store.flush(20)
+    assert store.flush(60)
     store.close()
     store = Bench(root).open(dram_chunks=32, ssd_chunks=24)
     assert stored(store, chain(f"after{seed}", 3)) == 3

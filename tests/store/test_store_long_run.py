@@ -45,7 +45,7 @@ def test_eviction_s_bookkeeping_does_not_grow_with_what_has_passed_through(bench
     store = bench.open(dram_chunks=8, ssd_chunks=24)
     for i in range(150):
         put(store, chain(f"c{i}", 4))
-        assert store.flush(20)
+        assert store.flush(60)
     tracked = sum(
         len(policy._backed) + len(policy._leaves)  # type: ignore[attr-defined]
         for both in store.catalog.tiers._policies.values()
@@ -60,22 +60,22 @@ def test_a_slow_sync_does_not_hold_up_a_restore(bench: Bench) -> None:
     store = bench.open()
     put(store, chain("a", 2))
     store.close()
-    store = bench.open()
+    store = bench.open(load_deadline_s=60.0)
     syncing, go = threading.Event(), threading.Event()
 
     def slow(self: SsdDirectory) -> None:
         syncing.set()
-        assert go.wait(20)
+        assert go.wait(300)
 
     with patch.object(SsdDirectory, "sync", slow):
         put(store, chain("b", 1))
-        assert syncing.wait(20)
-        restore = wait(begin(store, ids_of(chain("a", 2))), timeout_s=10)
+        assert syncing.wait(60)
+        restore = wait(begin(store, ids_of(chain("a", 2))))
         assert not restore.failed
         assert intact(store, restore)
         assert bench.counts("heterocache_ssd_written_bytes") == {}, "not known before it is synced"
         go.set()
-        assert store.flush(20)
+        assert store.flush(60)
     restore.release()
     store.close()
 
@@ -86,7 +86,7 @@ def test_a_store_deleted_under_the_engine_is_noticed(
     monkeypatch.setattr(io_thread, "_HOUSEKEEPING_S", 0.02)
     store = bench.open()
     put(store, chain("a", 2))
-    assert store.flush(20)
+    assert store.flush(60)
     assert bench.root is not None
     with caplog.at_level(logging.ERROR, logger="vllm.heterocache"):
         shutil.rmtree(bench.root)

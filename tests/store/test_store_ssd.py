@@ -62,7 +62,7 @@ def test_saved_restarted_restored(tmp_path: Path, disk: Disk, real_files: bool) 
     bench = Bench(tmp_path / "ssd", None if real_files else disk)
     store = bench.open()
     put(store, CHUNKS)
-    assert store.flush(20)
+    assert store.flush(60)
     spilled = bench.counts("heterocache_ssd_written_bytes")
     assert spilled == {"state_type=dense_kv": 54_000, "state_type=window_swa": 18_000}
     assert store.match(CHUNKS)[0].tiers == {DENSE: Tier.DRAM, WINDOW: Tier.DRAM}
@@ -105,7 +105,7 @@ def test_dram_smaller_than_the_chain_still_serves_it_from_ssd(bench: Bench) -> N
     store = bench.open(dram_chunks=3)
     for chunk in CHUNKS:
         put(store, [chunk])
-        assert store.flush(20)
+        assert store.flush(60)
     assert stored(store, CHUNKS) == 6
     for part in (CHUNKS[:3], CHUNKS[3:]):
         restore = wait(begin(store, ids_of(part)))
@@ -151,7 +151,7 @@ def test_full_ssd_evicts_leaves_and_the_journal_forgets_before_a_slot_is_written
     store = bench.open(dram_chunks=4, ssd_chunks=6)
     for i in range(8):
         put(store, chain(f"c{i}", 2))
-        assert store.flush(20)
+        assert store.flush(60)
     assert len(writes) > len(set(writes)), "slots were reused"
     assert overwritten == []
     assert bench.counts("heterocache_evictions")["state_type=dense_kv,tier=ssd"] > 0
@@ -165,7 +165,7 @@ def test_a_chain_longer_than_the_ssd_keeps_its_beginning_there(bench: Bench) -> 
     store = bench.open(dram_chunks=8, ssd_chunks=3)
     for chunk in CHUNKS:
         put(store, [chunk])
-        assert store.flush(20)
+        assert store.flush(60)
     assert bench.counts("heterocache_evictions") == {}
     assert stored(store, CHUNKS) == 6
     store = restarted(bench, store, ssd_chunks=3)
@@ -177,7 +177,7 @@ def test_an_ssd_smaller_than_dram_follows_what_is_new(bench: Bench) -> None:
     store = bench.open(dram_chunks=12, ssd_chunks=4)
     for name in "pqr":
         put(store, chain(name, 3))
-        assert store.flush(20)
+        assert store.flush(60)
     assert all(stored(store, chain(name, 3)) == 3 for name in "pqr")
     store = restarted(bench, store, ssd_chunks=4)
     assert [stored(store, chain(name, 3)) for name in "pqr"] == [0, 0, 3]
@@ -370,7 +370,7 @@ def test_a_write_that_fails_once_is_tried_again(bench: Bench, disk: Disk) -> Non
     store = bench.open()
     disk.files.fail_next(2)
     put(store, CHUNKS)
-    assert store.flush(20)
+    assert store.flush(60)
     assert bench.counts("heterocache_failures") == {"cause=io_error,tier=ssd": 2}
     store = restarted(bench, store)
     assert stored(store, CHUNKS) == 6
@@ -380,7 +380,7 @@ def test_a_write_that_fails_once_is_tried_again(bench: Bench, disk: Disk) -> Non
 def test_rows_below_a_lost_one_are_reached_again_when_it_was_computed_anew(bench: Bench) -> None:
     store = bench.open()
     put(store, CHUNKS)
-    assert store.flush(20)
+    assert store.flush(60)
     directory = store.io_thread.ssd.rows.directory  # type: ignore[union-attr]
     directory.journal.forget(ids_of(CHUNKS[2:3]))
     store = restarted(bench, store)
@@ -388,7 +388,7 @@ def test_rows_below_a_lost_one_are_reached_again_when_it_was_computed_anew(bench
     assert [bool(x.tiers) for x in store.holdings(CHUNKS)] == [True, True, False, True, True, True]
     assert store.catalog.tiers.ssd.num_used(DENSE) == 5  # type: ignore[union-attr]
     put(store, CHUNKS[2:3])
-    assert store.flush(20)
+    assert store.flush(60)
     assert stored(store, CHUNKS) == 6
     restore = wait(begin(store, ids_of(CHUNKS)))
     assert not restore.failed
@@ -401,13 +401,13 @@ def test_rows_below_a_lost_one_are_reached_again_when_it_was_computed_anew(bench
 def test_nothing_is_written_below_a_chunk_that_is_not_on_ssd(bench: Bench) -> None:
     store = bench.open()
     put(store, CHUNKS[:2])
-    assert store.flush(20)
+    assert store.flush(60)
     with store.catalog.locked():
         lost = store.catalog.tiers.index.find(ArtifactId(CHUNKS[1].key, DENSE))
         assert lost is not None
         store.catalog.tiers.drop(lost, Tier.SSD)
     put(store, CHUNKS[2:])
-    assert store.flush(20)
+    assert store.flush(60)
     assert store.catalog.tiers.ssd.num_used(DENSE) == 1  # type: ignore[union-attr]
     assert store.catalog.tiers.ssd.num_used(WINDOW) == 2, "no checkpoint without its chunk"  # type: ignore[union-attr]
     store.check_integrity()
@@ -422,8 +422,8 @@ def test_a_disk_that_cannot_be_written_is_given_up_with_one_line(
     with caplog.at_level(logging.ERROR):
         for i in range(6):
             put(store, chain(f"b{i}", 1))
-            store.flush(20)
-    assert not store.flush(20)
+            store.flush(60)
+    assert not store.flush(60)
     assert len([r for r in caplog.records if r.levelno >= logging.ERROR]) == 1
     assert "writing is tried again" in caplog.text
     assert stored(store, chain("b5", 1)) == 1
@@ -441,7 +441,7 @@ def test_bytes_that_are_not_durable_are_never_journaled(bench: Bench, step: str)
     owner, name = (SsdDirectory, "sync") if step == "sync" else (Journal, "record")
     with patch.object(owner, name, side_effect=StoreError("disk I/O error")):
         put(store, CHUNKS[:3])
-        store.flush(20)
+        store.flush(60)
         store.close()
     store = bench.open()
     assert stored(store, CHUNKS) == 0
@@ -451,16 +451,16 @@ def test_bytes_that_are_not_durable_are_never_journaled(bench: Bench, step: str)
 def test_a_journal_that_cannot_forget_keeps_the_slots(bench: Bench) -> None:
     store = bench.open(ssd_chunks=2, dram_chunks=4)
     put(store, CHUNKS[:2])
-    assert store.flush(20)
+    assert store.flush(60)
     with patch.object(Journal, "clear", side_effect=StoreError("database is locked")):
         store.reset()
         until(lambda: "cause=io_error,tier=ssd" in bench.counts("heterocache_failures"))
         put(store, chain("b", 2))
         assert not store.flush(0.1), "nothing is written while old rows are still there"
         assert bench.counts("heterocache_ssd_written_bytes") == {}
-    assert store.flush(20)
+    assert store.flush(60)
     put(store, chain("c", 2))
-    assert store.flush(20)
+    assert store.flush(60)
     store = restarted(bench, store)
     assert stored(store, CHUNKS) == 0
     assert stored(store, chain("c", 2)) == 2
@@ -481,7 +481,7 @@ def test_reset_during_a_read(bench: Bench, disk: Disk) -> None:
     until(lambda: disk.files.in_flight == 0)
     until(lambda: store.catalog.tiers.dram.num_used(DENSE) == 0)
     put(store, CHUNKS)
-    assert store.flush(20)
+    assert store.flush(60)
     restore = begin(store, ids_of(CHUNKS))
     assert intact(store, restore)
     restore.release()
@@ -498,7 +498,7 @@ def test_reset_during_a_write_and_the_same_ids_again(bench: Bench, disk: Disk) -
     store.reset()
     put(store, CHUNKS[:1])
     disk.files.resume()
-    assert store.flush(20)
+    assert store.flush(60)
     store = restarted(bench, store)
     assert stored(store, CHUNKS) == 1
     restore = wait(begin(store, ids_of(CHUNKS[:1])))
@@ -512,7 +512,7 @@ def test_reset_during_a_write_and_the_same_ids_again(bench: Bench, disk: Disk) -
 def test_reset_survives_a_restart(bench: Bench) -> None:
     store = bench.open()
     put(store, CHUNKS)
-    assert store.flush(20)
+    assert store.flush(60)
     store.reset()
     store = restarted(bench, store)
     assert stored(store, CHUNKS) == 0
@@ -547,7 +547,7 @@ def test_a_second_engine_is_told_and_harms_nothing(bench: Bench) -> None:
     put(store, CHUNKS)
     with pytest.raises(StoreInUseError):
         Bench(bench.root, bench.disk).open()
-    assert store.flush(20)
+    assert store.flush(60)
     store.close()
 
 
@@ -570,9 +570,9 @@ def test_recency_survives_a_restart(bench: Bench) -> None:
     old, used = chain("old", 2), chain("used", 2)
     store = bench.open()
     put(store, used)
-    assert store.flush(20)
+    assert store.flush(60)
     put(store, old)
-    assert store.flush(20)
+    assert store.flush(60)
     begin(store, ids_of(used)).release()
     store = restarted(bench, store, ssd_chunks=16)
     tiers = store.catalog.tiers
@@ -588,7 +588,7 @@ def test_recency_survives_a_restart(bench: Bench) -> None:
 def test_verify_all_with_ssd(bench: Bench) -> None:
     store = bench.open(verify="all")
     put(store, CHUNKS)
-    assert store.flush(20)
+    assert store.flush(60)
     restore = wait(begin(store, ids_of(CHUNKS)))
     assert len(restore.offsets) == 12
     at = restore.offsets[ArtifactId(CHUNKS[2].key, WINDOW)]
@@ -614,7 +614,7 @@ def test_an_artifact_found_bad_while_it_is_written_is_not_on_ssd_afterwards(
     assert restore.failed[bad] is Failure.CHECKSUM
     restore.release()
     disk.files.resume()
-    assert store.flush(20)
+    assert store.flush(60)
     store = restarted(bench, store)
     assert store.match(CHUNKS) == [], "a window alone is of no use"
     assert store.catalog.tiers.ssd.num_used(DENSE) == 0  # type: ignore[union-attr]
@@ -642,11 +642,11 @@ def test_a_save_under_way_is_not_written_back(bench: Bench) -> None:
     store = bench.open()
     save = store.begin_save(CHUNKS[0], SIZES)
     assert save is not None
-    assert store.flush(20)
+    assert store.flush(60)
     assert bench.counts("heterocache_ssd_written_bytes") == {}
     fill(store, save)
     store.complete_save(save)
-    assert store.flush(20)
+    assert store.flush(60)
     assert bench.counts("heterocache_ssd_written_bytes") == {
         "state_type=dense_kv": SIZES[DENSE],
         "state_type=window_swa": SIZES[WINDOW],
@@ -729,11 +729,11 @@ def test_where_locks_do_not_reach_the_older_engine_stops_writing_and_nothing_wro
     first, second = older.open(dram_chunks=4), newer.open(dram_chunks=4)
     assert second.catalog.tiers.ssd is not None
     put(first, chain("x", 3))
-    assert first.flush(5) is False
+    assert first.flush(60) is False
     put(second, chain("y", 3))
-    assert second.flush(5) is True
+    assert second.flush(60) is True
     put(first, chain("z", 1))
-    assert first.flush(5) is False
+    assert first.flush(60) is False
     second.leave_to_ssd()
     for store, name in ((first, "x"), (second, "y")):
         restore = wait(begin(store, ids_of(chain(name, 3))))
@@ -742,7 +742,7 @@ def test_where_locks_do_not_reach_the_older_engine_stops_writing_and_nothing_wro
         restore.release()
     first.close()
     put(second, chain("w", 2))
-    assert second.flush(5) is True
+    assert second.flush(60) is True
     second.close()
     told = [r.getMessage() for r in caplog.records if "locks do not work" in r.getMessage()]
     assert len(told) == 2, "one line each"
@@ -758,11 +758,11 @@ def test_after_a_power_cut_that_lost_a_deletion_the_row_fails_its_checksum(tmp_p
     bench = Bench(tmp_path)
     store = bench.open(ssd_chunks=2, dram_chunks=4)
     put(store, chain("a", 2))
-    assert store.flush(5)
+    assert store.flush(60)
     model = next(path for path in tmp_path.iterdir() if path.is_dir())
     durable = {path: path.read_bytes() for path in model.glob("journal.sqlite*")}
     put(store, chain("b", 2))  # takes the slots of the first, whose rows are deleted
-    assert store.flush(5)
+    assert store.flush(60)
     store.close()
     for path in model.glob("journal.sqlite*"):
         path.unlink()

@@ -28,7 +28,7 @@ from ownership.member.fleet_worker import FleetWorker, MemberTimes
 
 KV = StateType.DENSE_KV
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 TTL_S = 0.3
 

@@ -22,7 +22,7 @@ from ownership.member.lease_keeper import LeaseKeeper
 from tests.ownership.fleet_bench import KV, artifact, chain, claim_of, lookup
 
 LEASE_S = 2.0
-WAIT_S = 30.0
+WAIT_S = 60.0
 STORED = [claim_of(artifact("stored", index)) for index in range(600)]
 STORED_CHAIN = [claim.artifact.chunk for claim in STORED]
 
