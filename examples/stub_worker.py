@@ -2,9 +2,10 @@
 
 It answers the OpenAI and Anthropic paths with numbered tokens, streamed or not. The body's object
 `stub` says how: `events`, `first_s` and `gap_s` (seconds before the first event and between two),
-and `fault`: `refuse` (status 503), `lose` (the connection ends before the first byte), `cut` (it
-ends in the middle), `stop` (nothing more comes) or `exit` (the process ends in the middle, as by
-kill -9). `GET /stub` tells what it has seen, `GET /metrics` how many requests are under way.
+and `fault`: `refuse` (status 503), `fail` (500), `lose` (the connection ends before the first
+byte), `cut` (it ends in the middle), `stop` (nothing more comes) or `exit` (the process ends in the
+middle, as by kill -9). A prefill for another worker does as `prefill` in `stub` says. `GET /stub`
+tells what it has seen, `GET /metrics` how many requests are under way.
 """
 
 from __future__ import annotations
@@ -123,9 +124,14 @@ class StubConnection(asyncio.Protocol):
 
     async def _generate(self, path: str, request: dict[str, Any]) -> None:
         stub = request.get("stub", {})
+        handed = {}
+        if (request.get("kv_transfer_params") or {}).get("do_remote_decode"):
+            stub = stub.get("prefill", {})
+            handed = {"kv_transfer_params": {"do_remote_prefill": True, "prefilled_tokens": 7}}
         fault = stub.get("fault")
-        if fault == "refuse":
-            self._send(503, {"error": {"message": "the stub refuses"}})
+        if fault in ("refuse", "fail"):
+            status = 503 if fault == "refuse" else 500
+            self._send(status, {"error": {"message": f"the stub {fault}s"}})
             return
         if delay_s := stub.get("first_s"):
             await asyncio.sleep(delay_s)
@@ -144,7 +150,9 @@ class StubConnection(asyncio.Protocol):
                 text = " ".join(map(str, range(stub.get("events", 16))))
                 choice = {"index": 0, "text": text, "message": {"content": text}}
                 answer = {"id": "stub", "model": self._server.model, "choices": [choice]}
-                self._send(200, answer | {"served_by": self._server.name})
+                self._send(200, answer | handed | {"served_by": self._server.name})
+            elif fault == "exit":
+                os.kill(os.getpid(), signal.SIGKILL)
         else:
             await self._stream(stub, fault)
         self._server.seen["answered"] += 1

@@ -98,5 +98,6 @@ def _description(placed: Placed) -> bytes:
     """Return a placement as a header: `degraded; action=artifact_fetch; reasons="unchecked"`."""
     text = placed.certainty
     text += f"; action={placed.action}" if placed.action else ""
+    text += "" if placed.prefill is None else f"; prefill={placed.prefill.worker.name}"
     text += f'; reasons="{" ".join(placed.reasons)}"' if placed.reasons else ""
     return text.encode()

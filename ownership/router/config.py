@@ -20,15 +20,18 @@ from hetero_connector import config_values as values
 from hetero_connector.config import Key, declare, keys_of, nearest
 from hetero_connector.errors import ConfigError, RouterConfigError
 from hetero_connector.units import MIB
+from ownership.scheduling.fleet import Role
 from ownership.scheduling.registry import DEFAULT_POLICY, POLICIES, POOLED
 
 LEAST_LOADED = "least_loaded"
-WHOLE_POLICIES = tuple(name for name in POLICIES if not POOLED.get(name))
-"""The policies that can send each request to one worker."""
 _SOURCES = ("workers", "workers_file", "workers_dns", "workers_kubernetes")
 _SERVICE = re.compile(
     r"(?:(?P<namespace>[a-z0-9-]{1,63})/)?(?P<name>[a-z0-9-]{1,63})(?::(?P<port>[A-Za-z0-9-]{1,15}))?"
 )
+
+
+def _either(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 class WorkerAddress(NamedTuple):
@@ -39,6 +42,7 @@ class WorkerAddress(NamedTuple):
     """`http://host:port`."""
     is_draining: bool = False
     """True: it ends what it has begun, and gets nothing new."""
+    role: Role = Role.BOTH
 
 
 class KubernetesService(NamedTuple):
@@ -86,7 +90,7 @@ def base_url(key: str, value: object) -> str:
 
 
 def worker_list(key: str, value: object) -> tuple[WorkerAddress, ...]:
-    """Check a list of URLs, or of objects with `url`, `name` and `drain`."""
+    """Check a list of URLs, or of objects with `url`, `name`, `drain` and `role`."""
     if not isinstance(value, list):
         raise ConfigError(key, f"expected a list of workers, got {type(value).__name__}")
     found: dict[str, WorkerAddress] = {}
@@ -95,15 +99,16 @@ def worker_list(key: str, value: object) -> tuple[WorkerAddress, ...]:
         given = {"url": entry} if isinstance(entry, str) else entry
         if not isinstance(given, dict) or "url" not in given:
             raise ConfigError(place, f"expected a URL, or an object with `url`, got {entry!r}")
-        if unknown := given.keys() - {"url", "name", "drain"}:
-            problem = f"unknown key {min(map(str, unknown))!r}; the keys are url, name, drain"
+        if unknown := given.keys() - {"url", "name", "drain", "role"}:
+            problem = f"unknown key {min(map(str, unknown))!r}; the keys are url, name, drain, role"
             raise ConfigError(place, problem)
         url = base_url(f"{place}.url", given["url"])
         name = values.worker_name(f"{place}.name", given.get("name", urlsplit(url).netloc))
         if name in found:
             raise ConfigError(place, f"there are two workers named {name!r}")
         is_draining = values.boolean(f"{place}.drain", given.get("drain", False))
-        found[name] = WorkerAddress(name, url, is_draining)
+        role = Role(values.one_of(*Role)(f"{place}.role", given.get("role", Role.BOTH)))
+        found[name] = WorkerAddress(name, url, is_draining, role)
     return tuple(found.values())
 
 
@@ -182,9 +187,10 @@ class RouterConfig:
     """A checked configuration, defaults filled in."""
 
     workers: tuple[WorkerAddress, ...] = declare(
-        "list of URLs, or of `{url, name, drain}`",
+        "list of URLs, or of `{url, name, drain, role}`",
         worker_list,
-        "The workers. With `drain: true` a worker ends what it has begun and gets nothing new",
+        "The workers. With `drain: true` a worker ends what it has begun and gets nothing new. "
+        "`role` is `both`, `prefill` or `decode`; only policies with pools read it",
         (),
         unset="none",
     )
@@ -235,8 +241,9 @@ class RouterConfig:
     )
     policy: str = declare(
         "name",
-        values.one_of(LEAST_LOADED, *WHOLE_POLICIES),
-        f"What chooses a worker: {', '.join(f'`{x}`' for x in (LEAST_LOADED, *WHOLE_POLICIES))}",
+        values.one_of(LEAST_LOADED, *POLICIES),
+        f"What chooses a worker: {', '.join(f'`{x}`' for x in (LEAST_LOADED, *POLICIES))}. "
+        f"{_either([f'`{x}`' for x in POOLED])} send prefills and decodes to workers by role",
         "",
         unset="`ownerserve` with `model_path` or `directory`, else `least_loaded`",
     )
@@ -364,9 +371,16 @@ def read_config(path: Path) -> RouterConfig:
         problems.append(f"no workers: set {_either(_SOURCES)}")
     if problems:
         raise RouterConfigError(str(path), problems)
+    workers = checked.get("workers", ())
     if "workers_file" in checked:
-        read_workers(checked["workers_file"])
-    return RouterConfig(**checked)
+        workers = read_workers(checked["workers_file"])
+    config = RouterConfig(**checked)
+    if POOLED.get(config.policy_name):
+        roles = {worker.role for worker in workers}
+        if missing := {Role.PREFILL, Role.DECODE} - roles:
+            problem = f"policy: {config.policy_name} needs a worker with `role: {min(missing)}`"
+            raise RouterConfigError(str(path), [problem])
+    return config
 
 
 def read_workers(path: Path) -> tuple[WorkerAddress, ...]:
@@ -385,7 +399,3 @@ def read_yaml(path: Path) -> object:
         raise RouterConfigError(str(path), [error.strerror or str(error)]) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RouterConfigError(str(path), [f"not YAML: {' '.join(str(error).split())}"]) from error
-
-
-def _either(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}"

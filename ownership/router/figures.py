@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from hetero_connector.spec.state_types import StateType
 from ownership.router.view import PublishedChain
 from ownership.router.view.checks import Ask
 from ownership.scheduling import FleetView, StateFootprint, WorkerView
+from ownership.scheduling.fleet import Role
 
 _PAGES = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(block_size|num_gpu_blocks)="(\d+)"')
@@ -55,7 +56,7 @@ class WorkerFigures:
         """Return the source of a worker's costs: `learned` by itself, or the `default`."""
         return "learned" if self._known.get(worker, Figures()).profile else "default"
 
-    def fleet(self, workers: Iterable[str], published: Sequence[PublishedChain]) -> FleetView:
+    def fleet(self, workers: Mapping[str, Role], published: Sequence[PublishedChain]) -> FleetView:
         """Return the view of these workers, of which there is at least one, without loads.
 
         The model is the first one published. Workers that have told nothing have default costs.
@@ -66,14 +67,14 @@ class WorkerFigures:
             footprint = _footprint(model, published[0].chunk_tokens)
             types = tuple(model.state_types)
         views = []
-        for name in workers:
+        for name, role in workers.items():
             known = self._known.get(name, Figures())
             if known.profile is None:
                 costs = CostModel(ComputeRegression(), LoadModel(types))
             else:
                 costs = known.profile.cost_model(types)
             page_bytes = int(known.page_tokens * footprint.page_bytes_per_token)
-            views.append(WorkerView(name, costs, page_bytes or _UNKNOWN_BYTES))
+            views.append(WorkerView(name, costs, page_bytes or _UNKNOWN_BYTES, role))
         return FleetView(footprint, views)
 
     async def _ask(self, name: str, ask: Ask) -> None:

@@ -38,6 +38,11 @@ class RouterMetrics:
         self.doubts = counter(
             "doubts", "Requests placed without being certain, by each reason", ["reason"]
         )
+        self.prefills = counter(
+            "prefills",
+            "Prompts computed for another worker, by worker and result (done, failed)",
+            ["worker", "result"],
+        )
         self.wait = histogram("wait_seconds", "Time from a request's body to its dispatch")
         self.first_byte = histogram(
             "first_byte_seconds", "Time from a request's body to its answer's first byte", ["path"]

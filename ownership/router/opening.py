@@ -37,7 +37,7 @@ from ownership.router.view import (
 )
 from ownership.router.view.checks import Ask
 from ownership.router.workers import Worker, WorkerSet, WorkerState
-from ownership.scheduling.registry import whole_policy
+from ownership.scheduling.registry import scheduling_policy
 
 _PERIOD_S = 5.0
 """Seconds between two questions to a worker: how it names chains, and what it has learned."""
@@ -75,7 +75,7 @@ async def open_placer(
         peers = None
         if config.directory.startswith("redis"):
             peers = await stack.enter_async_context(_open_peers(config.directory, metrics))
-        policy = whole_policy(config.policy_name, Random())
+        policy = scheduling_policy(config.policy_name, Random())
         placer = PolicyPlacer(policy, views, figures, log, peers=peers)
         asked = _Asked(config, workers, session)
         reports = LoadReports(asked.servers, placer.on_report, config.probe_s)
@@ -170,7 +170,8 @@ async def _keep_current(
         try:
             await watch.ask_all()
             await figures.ask_all(asked.servers())
-            placer.set_workers([worker.name for worker in asked.workers], time.monotonic())
+            roles = {x.name: x.address.role for x in asked.workers}
+            placer.set_workers(roles, time.monotonic())
         except Exception:  # an answer of an unknown kind ends no worker's questions
             _log.exception("the workers' figures are not current")
         with contextlib.suppress(TimeoutError):

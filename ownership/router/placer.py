@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -25,12 +25,26 @@ class Forecast(NamedTuple):
     """The price by term."""
 
 
+Candidates = Callable[[], Sequence[Worker]]
+"""Returns the workers to choose from, at least one, as they are when it is called. It is called
+once. Raises RefusedError if there is none."""
+
+
+class Prefill(NamedTuple):
+    """A prompt that another worker computes before the request is sent to the one that decodes."""
+
+    worker: Worker
+    body: bytes
+
+
 @dataclass(eq=False, slots=True)
 class Placed:
     """A request and the worker that it is sent to."""
 
     request: RouterRequest
     worker: Worker
+    prefill: Prefill | None = None
+    """None: the worker computes the prompt itself."""
     body: bytes | None = None
     """The body for the worker, if it is not the client's: with `kv_transfer_params`, say."""
     certainty: str = ""
@@ -50,15 +64,26 @@ class Placed:
 class Placer(Protocol):
     """Chooses workers. All calls are made on the event loop, none may block it.
 
-    For each `Placed` that is sent, `on_sent` is called, then at most one `on_first_byte`, then
-    one of `on_ended` and `on_failed`.
+    For each `Placed` that is sent, `on_sent` is called, with a `prefill` then `on_prefilled`, then
+    at most one `on_first_byte`, then one of `on_ended` and `on_failed`. One of these two may come
+    at any time.
     """
 
-    async def place(self, request: RouterRequest, candidates: Sequence[Worker]) -> Placed | Refusal:
-        """Choose one of the candidates, of which there is at least one, or refuse."""
+    async def place(self, request: RouterRequest, candidates: Candidates) -> Placed | Refusal:
+        """Choose one of the candidates, or refuse. What takes time is done before asking for them.
+
+        Raises RefusedError as `candidates` does.
+        """
         ...
 
     def on_sent(self, placed: Placed, now_s: float) -> None: ...
+
+    def on_prefilled(self, placed: Placed, answer: bytes, problem: str, now_s: float) -> None:
+        """The prefill has ended, and the worker gets the request now, with `placed.body`.
+
+        `answer`: the prefill worker's. `problem`: why there is none, else "".
+        """
+        ...
 
     def on_first_byte(self, placed: Placed, now_s: float) -> None: ...
 
@@ -77,13 +102,17 @@ class LeastLoaded:
     def __init__(self) -> None:
         self._turn = 0
 
-    async def place(self, request: RouterRequest, candidates: Sequence[Worker]) -> Placed | Refusal:
-        least = min(worker.in_flight for worker in candidates)
-        equal = [worker for worker in candidates if worker.in_flight == least]
+    async def place(self, request: RouterRequest, candidates: Candidates) -> Placed | Refusal:
+        found = candidates()
+        least = min(worker.in_flight for worker in found)
+        equal = [worker for worker in found if worker.in_flight == least]
         self._turn += 1
         return Placed(request, equal[self._turn % len(equal)])
 
     def on_sent(self, placed: Placed, now_s: float) -> None:
+        pass
+
+    def on_prefilled(self, placed: Placed, answer: bytes, problem: str, now_s: float) -> None:
         pass
 
     def on_first_byte(self, placed: Placed, now_s: float) -> None:

@@ -1,8 +1,8 @@
 """Places requests by a scheduling policy: by who has a prompt's state, and what is under way.
 
-Each request is served whole by one worker. The view says how much of the prompt each worker has,
-the ledger how busy each is; the policy compares. When the directory is silent, the placer counts on
-what it knows itself: where a session was served last, and how much of it.
+The view says how much of the prompt each worker has, the ledger how busy each is; the policy
+compares. One worker may compute the prompt and another decode. When the directory is silent, the
+placer counts on what it knows itself: where a session was served last, and how much of it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -21,9 +21,10 @@ from ownership.decisions.records import DecisionRecord
 from ownership.router.decision_log import DecisionLog
 from ownership.router.doors import Refusal
 from ownership.router.figures import WorkerFigures
+from ownership.router.handoffs import can_hand_off, decode_body, prefill_body
 from ownership.router.identity import PromptChain
 from ownership.router.peers import Peers
-from ownership.router.placer import Forecast, LeastLoaded, Placed
+from ownership.router.placer import Candidates, Forecast, LeastLoaded, Placed, Prefill
 from ownership.router.reports import LoadReport
 from ownership.router.requests import RouterRequest
 from ownership.router.shared_ledger import SharedLedger
@@ -41,6 +42,8 @@ from ownership.scheduling import (
     WorkerPrefix,
 )
 from ownership.scheduling.decision import whole
+from ownership.scheduling.fleet import Role
+from ownership.scheduling.registry import without_remote_prefills
 
 PLACED = frozenset({"chat", "completions", "responses", "messages"})
 """The doors whose requests have a prompt. Others go to the worker with the fewest requests."""
@@ -68,6 +71,8 @@ class _Planned(Placed):
     """The line for the decision log; None without one."""
     chain: PromptChain | None = None
     """The prompt's chunks, for that line."""
+    decoded: Mapping[str, Any] | None = None
+    """The client's body until the prefill has ended; None without one."""
     sent_s: float = 0.0
     first_byte_s: float | None = None
 
@@ -100,27 +105,35 @@ class PolicyPlacer:
         """`log`: None if decisions are not written. `peers`: None if no other router is heard."""
         self._policy, self._views, self._figures, self._log = policy, views, figures, log
         self._peers = peers
+        self._whole_policy = without_remote_prefills(policy)
         self._limits = limits or LedgerLimits()
         self._ledger: Ledger | None = None
         """None until there is a worker."""
-        self._names = self._accepting = frozenset[str]()
-        """All workers, and the candidates of the last request."""
+        self._roles: dict[str, Role] = {}
+        """The role of each worker."""
+        self._accepting = frozenset[str]()
+        """The candidates of the last request."""
+        self._can_hand_off = False
+        """True if all workers read from each other."""
         self._sessions = BoundedDict[str, _Session](self._limits.max_sessions)
         self._others = LeastLoaded()
 
-    def set_workers(self, names: Sequence[str], now_s: float) -> None:
+    def set_workers(self, roles: Mapping[str, Role], now_s: float) -> None:
         """Make these the workers, with the figures and the model that they have told by now."""
-        if not names:
+        if not roles:
             return
-        published = [x.published for x in self._views.fleet.engines()]
-        fleet = self._figures.fleet(names, published)
+        self._roles = dict(roles)
+        engines = self._views.fleet.engines()
+        readers = {x.server for x in engines if x.published.is_shared}
+        self._can_hand_off = len(self._roles) > 1 and self._roles.keys() <= readers
+        fleet = self._figures.fleet(self._roles, [x.published for x in engines])
         if self._ledger is None:
             make = Ledger if self._peers is None else self._peers.open_ledger
             self._ledger = make(fleet, self._limits)
         else:
             self._ledger.set_fleet(fleet, now_s)
-        self._names = self._accepting = frozenset(names)
-        for name in names:
+        self._accepting = frozenset(self._roles)
+        for name in self._roles:
             self._ledger.accepts(name, True)
 
     def on_report(self, report: LoadReport) -> None:
@@ -139,18 +152,38 @@ class PolicyPlacer:
         )
         ledger.reported(name, load, report.told_s, report.told_s)
 
-    async def place(self, request: RouterRequest, candidates: Sequence[Worker]) -> Placed | Refusal:
+    async def place(self, request: RouterRequest, candidates: Candidates) -> Placed | Refusal:
         if request.door.name not in PLACED:
             return await self._others.place(request, candidates)
         body = _decoded(request.body)
         path = request.target.partition("?")[0]
         view = await self._views.find(path, body, time.monotonic())
-        return self._decide(request, body, view, candidates, time.monotonic())
+        return self._decide(request, body, view, candidates(), time.monotonic())
 
     def on_sent(self, placed: Placed, now_s: float) -> None:
         if isinstance(placed, _Planned) and self._ledger is not None:
             placed.sent_s, placed.decision = now_s, None
             self._ledger.sent(placed, Work.of(placed.step, placed.placement), now_s)
+
+    def on_prefilled(self, placed: Placed, answer: bytes, problem: str, now_s: float) -> None:
+        if not isinstance(placed, _Planned) or self._ledger is None or placed.decoded is None:
+            return
+        if not problem:
+            try:
+                placed.body = decode_body(placed.decoded, answer)
+            except ValueError as error:
+                problem = str(error)
+        placed.decoded = None
+        if problem:  # the worker that decodes computes the prompt, from what it has of it
+            self._ledger.failed(placed, now_s)
+            placed.placement = whole(placed.placement)
+            placed.action = placed.placement.action
+            self._ledger.sent(placed, Work.of(placed.step, placed.placement), now_s)
+        else:
+            self._ledger.handed_off(placed, now_s)
+        if placed.record is not None:
+            placed.record.prefill_s = now_s - placed.sent_s
+            placed.record.prefill_problem = problem or None
 
     def on_first_byte(self, placed: Placed, now_s: float) -> None:
         if isinstance(placed, _Planned) and self._ledger is not None:
@@ -183,8 +216,9 @@ class PolicyPlacer:
     ) -> Placed:
         """Choose a worker. Nothing here waits, so the ledger is as `on_sent` will find it."""
         by_name = {worker.name: worker for worker in candidates}
-        if self._ledger is None or not by_name.keys() <= self._names:
-            self.set_workers(sorted(self._names | by_name.keys()), now_s)
+        if self._ledger is None or not by_name.keys() <= self._roles.keys():
+            roles = self._roles | {name: x.address.role for name, x in by_name.items()}
+            self.set_workers(roles, now_s)
         ledger = self._ledger
         assert ledger is not None  # there is a candidate
         for name in self._accepting ^ by_name.keys():
@@ -194,19 +228,29 @@ class PolicyPlacer:
         if isinstance(ledger, SharedLedger):
             view = view.with_doubts(ledger.doubts(now_s))
         view, step = self._step(request, session_id, view, ledger)
+        is_whole = request.is_whole or not (self._can_hand_off and can_hand_off(body))
+        policy = self._whole_policy if is_whole else self._policy
         fleet = ledger.view(now_s)
-        decision = self._policy.decide(step, fleet)
-        placement = whole(decision.placement)
+        decision = policy.decide(step, fleet)
+        placement = whole(decision.placement) if is_whole else decision.placement
         if decision.refusal is not None:  # it fits no worker: one of them says so, in its own words
             least = min(candidates, key=lambda worker: worker.in_flight).name
             placement = Placement(PlacementAction.COLOCATED_PREFILL, least, least)
         record = None
         if self._log is not None:
             record = self._record(request, view, decision, placement)
+            record.handoffs = not is_whole
             self._log.note_fleet(fleet, record)
+        prefill, decoded = None, None
+        if placement.prefill_worker != placement.decode_worker:
+            assert isinstance(body, Mapping)  # or it could not be handed off
+            decoded = body
+            at = by_name[placement.prefill_worker]
+            prefill = Prefill(at, prefill_body(request.door.name, body))
         return _Planned(
             request,
             by_name[placement.decode_worker],
+            prefill,
             certainty=view.certainty,
             reasons=view.reasons,
             action=placement.action,
@@ -216,6 +260,7 @@ class PolicyPlacer:
             decision=decision,
             record=record,
             chain=None if record is None else _longest(view),
+            decoded=decoded,
         )
 
     def _step(
@@ -225,7 +270,7 @@ class PolicyPlacer:
         last = self._sessions.get(session_id)
         prompt_tokens = view.prompt_tokens or _guessed_tokens(request)
         boundary = 0 if last is None else min(last.tokens, prompt_tokens)
-        if view.certainty is Certainty.BLIND and last is not None and last.worker in self._names:
+        if view.certainty is Certainty.BLIND and last is not None and last.worker in self._roles:
             prefixes = {last.worker: WorkerPrefix(0, boundary, boundary)}
             view = replace(view, prefixes=prefixes, certainty=Certainty.DEGRADED)
         owner = ledger.sessions.owner(session_id)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from io import BytesIO
 from time import monotonic
 
@@ -19,7 +19,7 @@ from ownership.router.answer import Answer
 from ownership.router.config import RouterConfig
 from ownership.router.doors import DOORS, OTHER, Reason, Refusal
 from ownership.router.metrics import RouterMetrics
-from ownership.router.placer import Placed, Placer
+from ownership.router.placer import Placed, Placer, Prefill
 from ownership.router.requests import (
     ClientLeftError,
     Headers,
@@ -164,12 +164,16 @@ class Proxy:
         if model is not None and not self._workers.is_known(model):
             text = f"The model `{model}` does not exist."
             raise RefusedError(Refusal(Reason.UNKNOWN_MODEL, text))
-        await self._admission.enter(request)
-        try:
-            candidates = self._workers.candidates(request, tried)
-            if not candidates:
+
+        def candidates() -> Sequence[Worker]:
+            found = self._workers.candidates(request, tried)
+            if not found:
                 text = "no worker serves this model at present"
                 raise RefusedError(Refusal(Reason.NO_WORKER, text, retry_after_s=2))
+            return found
+
+        await self._admission.enter(request)
+        try:
             placed = await self._placer.place(request, candidates)
         finally:
             self._admission.placed()
@@ -187,31 +191,75 @@ class Proxy:
     ) -> None:
         """Send a request to its worker, and the worker's answer to the client."""
         worker = placed.worker
-        in_flight = self._metrics.in_flight.labels(worker.name)
+        with self._under_way(worker) as exchange:
+            if len(tried) == 1:
+                self._metrics.wait.observe(exchange.last_byte_s - arrived_s)
+            self._placer.on_sent(placed, exchange.last_byte_s)
+            try:
+                async with exchange.patience:
+                    if placed.prefill is not None:
+                        await self._prefill(placed, placed.prefill)
+                        exchange.last_byte_s = monotonic()
+                    await self._pass_on(placed, exchange, answer, arrived_s, tried)
+            except _BusyError:
+                self._placer.on_failed(placed, monotonic())
+                raise
+            except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+                self._placer.on_failed(placed, monotonic())
+                raise _as_lost(error) from error
+            except BaseException:  # the client has left
+                self._placer.on_ended(placed, answer.num_events, monotonic())
+                raise
+        self._placer.on_ended(placed, answer.num_events, monotonic())
+        worker.breaker.on_success()
+
+    @contextmanager
+    def _under_way(self, worker: Worker) -> Iterator[Exchange]:
+        """Count an exchange at its worker while it lasts."""
         exchange = Exchange(asyncio.timeout(None), monotonic())
+        in_flight = self._metrics.in_flight.labels(worker.name)
         worker.exchanges.add(exchange)
         in_flight.inc()
-        if len(tried) == 1:
-            self._metrics.wait.observe(exchange.last_byte_s - arrived_s)
-        self._placer.on_sent(placed, exchange.last_byte_s)
         try:
-            async with exchange.patience:
-                await self._pass_on(placed, exchange, answer, arrived_s, tried)
-        except _BusyError:
-            self._placer.on_failed(placed, monotonic())
-            raise
-        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            self._placer.on_failed(placed, monotonic())
-            raise _as_lost(error) from error
-        except BaseException:  # the client has left
-            self._placer.on_ended(placed, answer.num_events, monotonic())
-            raise
+            yield exchange
         finally:
             worker.exchanges.discard(exchange)
             in_flight.dec()
             self._admission.left()
-        self._placer.on_ended(placed, answer.num_events, monotonic())
-        worker.breaker.on_success()
+
+    async def _prefill(self, placed: Placed, prefill: Prefill) -> None:
+        """Have another worker compute the prompt. If that fails, the one that decodes computes it.
+
+        Meanwhile the request counts at both workers.
+        """
+        worker, request = prefill.worker, placed.request
+        answer, problem = b"", ""
+        try:
+            with self._under_way(worker) as exchange:
+                async with exchange.patience:
+                    try:
+                        answer = await self._prefilled(request, prefill)
+                    except aiohttp.ServerDisconnectedError:  # a kept connection that was closed
+                        answer = await self._prefilled(request, prefill)
+            worker.breaker.on_success()
+        except aiohttp.ClientResponseError as error:
+            problem = f"status {error.status}"
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            worker.breaker.on_failure()
+            problem = str(error) or type(error).__name__
+        if problem:
+            _log.warning("worker %s computed no prefill: %s", worker.name, problem)
+        self._metrics.prefills.labels(worker.name, "failed" if problem else "done").inc()
+        self._placer.on_prefilled(placed, answer, problem, monotonic())
+
+    async def _prefilled(self, request: RouterRequest, prefill: Prefill) -> bytes:
+        """Return a prefill worker's answer. Raises aiohttp.ClientError, OSError."""
+        headers = [x for x in request.headers if x[0] != b"accept-encoding"]
+        async with self._sending(
+            request, prefill.worker, prefill.body, headers, "prefill"
+        ) as response:
+            response.raise_for_status()
+            return await response.read()
 
     async def _pass_on(
         self,

@@ -69,6 +69,8 @@ class RouterRequest:
     model: str | None = None
     """None: the worker's own default, or a path whose body is not read."""
     is_stream: bool = False
+    is_whole: bool = False
+    """True if one worker must serve it: no prompt of it is computed at another."""
     spans: RequestSpans = NO_SPANS
 
     def header(self, name: bytes) -> str | None:

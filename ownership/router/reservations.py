@@ -41,7 +41,8 @@ class Reservations:
         return name in self._held
 
     async def place(self, request: RouterRequest, excluded: Sequence[Worker] = ()) -> Placed:
-        """Choose a worker, and count nothing. Raises RefusedError."""
+        """Choose one worker, and count nothing. Raises RefusedError."""
+        request.is_whole = True
         return await self._proxy.place(request, excluded)
 
     def reserve(self, name: str, placed: Placed) -> None:

@@ -46,14 +46,11 @@ def scheduling_policy(name: str, rng: random.Random) -> SchedulingPolicy:
     return POLICIES[name](rng)
 
 
-def whole_policy(name: str, rng: random.Random) -> SchedulingPolicy:
-    """Return the same for a router that cannot hand off: `ownerserve` without remote prefills.
-
-    What another policy prefills elsewhere is made whole by `decision.whole`.
-    """
-    policy = scheduling_policy(name, rng)
-    if isinstance(policy, OwnerServe):
-        moves = policy.moves - {PlacementAction.REMOTE_PREFILL}
-        # Roles are for fleets that prefill and decode apart.
-        return replace(policy, moves=moves, weights=replace(policy.weights, role=1.0))
-    return policy
+def without_remote_prefills(policy: SchedulingPolicy) -> SchedulingPolicy:
+    """Return the policy for requests that cannot be handed off: `ownerserve` considers no remote
+    prefills. What another policy prefills elsewhere is made whole by `decision.whole`."""
+    if not isinstance(policy, OwnerServe):
+        return policy
+    moves = policy.moves - {PlacementAction.REMOTE_PREFILL}
+    # Roles are for fleets that prefill and decode apart.
+    return replace(policy, moves=moves, weights=replace(policy.weights, role=1.0))

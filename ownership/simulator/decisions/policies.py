@@ -15,7 +15,12 @@ from ownership.decisions.records import DecisionRecord
 from ownership.scheduling.decision import Placement, PlacementDecision, whole
 from ownership.scheduling.fleet import FleetView, Role
 from ownership.scheduling.policy import SchedulingPolicy
-from ownership.scheduling.registry import POLICIES, POOLED, scheduling_policy, whole_policy
+from ownership.scheduling.registry import (
+    POLICIES,
+    POOLED,
+    scheduling_policy,
+    without_remote_prefills,
+)
 from ownership.scheduling.step import Step
 from ownership.scheduling.step_pricing import Route
 from ownership.simulator.traces.decision_file import Decided
@@ -68,7 +73,9 @@ class _Asked:
     def __init__(self, name: str, seed: int) -> None:
         self._name = name
         self._pooled: SchedulingPolicy = scheduling_policy(name, random.Random(seed))
-        self._whole: SchedulingPolicy = whole_policy(name, random.Random(seed))
+        self._whole: SchedulingPolicy = without_remote_prefills(
+            scheduling_policy(name, random.Random(seed))
+        )
         self._changes_s = array("d")
         self._actions = Counter[str]()
         self._equal = self._decisions = self._impossible = 0

@@ -72,11 +72,14 @@ def test_a_worker_that_is_none_is_refused(workers: Any, problem: str, tmp_path: 
         read_config(write(tmp_path, {"workers": workers}))
 
 
-def test_workers_have_names_and_may_drain(tmp_path: Path) -> None:
-    entries = ["http://a:1/", {"url": "https://[::1]:2", "name": "b", "drain": True}]
+def test_workers_have_names_and_roles_and_may_drain(tmp_path: Path) -> None:
+    entries = [
+        "http://a:1/",
+        {"url": "https://[::1]:2", "name": "b", "drain": True, "role": "decode"},
+    ]
     one, two = read_config(write(tmp_path, {"workers": entries})).workers
-    assert one == ("a:1", "http://a:1", False)
-    assert two == ("b", "https://[::1]:2", True)
+    assert one == ("a:1", "http://a:1", False, "both")
+    assert two == ("b", "https://[::1]:2", True, "decode")
 
 
 def test_a_file_of_workers_may_be_empty_but_not_wrong(tmp_path: Path) -> None:

@@ -1,119 +1,42 @@
-"""Placing by policy: stub workers, and a directory in memory that says what they have."""
+"""Placing by policy."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import httpx
 import pytest
 
 from benchmarks.stub_fleet import StubFleet
-from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.errors import DirectoryUnavailableError, RouterConfigError
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.profile import CostProfile, ProfileSubject
-from hetero_connector.spec import StateType
-from ownership.directory import Claim, Copy, Worker
-from ownership.directory.memory import MemoryDirectory
-from ownership.router.config import WHOLE_POLICIES
-from ownership.router.decision_log import DecisionLog
 from ownership.router.figures import WorkerFigures
-from ownership.router.identity import ChainCache, PromptIdentity
 from ownership.router.opening import open_identity
-from ownership.router.policy_placer import PolicyPlacer
 from ownership.router.reports import reported_load
-from ownership.router.view import FleetChains, PrefixViews, PublishedChain, Trust
 from ownership.scheduling import WorkerLoad
-from ownership.scheduling.registry import whole_policy
+from ownership.scheduling.fleet import Role
+from ownership.scheduling.registry import POLICIES
 from tests.ownership.router.bench import RunningRouter, config_of, wait_until
+from tests.ownership.router.known_fleet import (
+    PROMPT,
+    SIZE,
+    KnownFleet,
+    published,
+    running,
+    worker_of,
+)
 from tests.planner.chains import DENSE, costs_of
-
-SIZE = 64
-PROMPT = [token % 251 for token in range(20 * SIZE + 5)]
-
-
-def published(worker: str) -> PublishedChain:
-    answer = {
-        "format": 1,
-        "engine": {"worker": worker, "model": "m", "served_as": "stub-model", "tokenizer": ""},
-        "root": "ab" * 16,
-        "chunk_tokens": SIZE,
-        "is_shared": True,
-        "clearings": {},
-        "adapters": {},
-        "model_spec": DENSE.as_plain(),
-    }
-    return PublishedChain.of(answer)
-
-
-class KnownFleet:
-    """A router before two stub workers, whose state is what a test says."""
-
-    def __init__(self, fleet: StubFleet, folder: Path, policy: str = "ownerserve") -> None:
-        self.directory = MemoryDirectory(lambda: 1_000.0)
-        self.names = [url.removeprefix("http://") for url in fleet.urls]
-        self._epochs = [self.directory.register(Worker(x), 60.0).epoch for x in "ab"]
-        chains = FleetChains(silent_after_s=1e9)
-        for name, worker in zip(self.names, "ab", strict=True):
-            chains.told(name, [published(worker)], 0.0)
-        self.views = PrefixViews(
-            PromptIdentity(None, ChainCache()), chains, Trust(), self.directory, 5.0
-        )
-        self.log = DecisionLog(folder / "decisions.jsonl")
-        chosen = whole_policy(policy, Random(0))
-        self.placer = PolicyPlacer(chosen, self.views, WorkerFigures(), self.log)
-        config = config_of(folder, workers=fleet.urls)
-        self.router = RunningRouter(config, placer=self.placer)
-        self.lines = folder / "decisions.jsonl"
-
-    def store(self, worker: int, chunks: int) -> None:
-        """Say that a worker has the first chunks of `PROMPT` in DRAM."""
-        found = asyncio.run(self.views.find("/v1/completions", {"prompt": PROMPT}, 1.0))
-        [chain] = found.chains.values()
-        assert len(chain.keys) > chunks
-        claims = [
-            Claim(ArtifactId(key, StateType.DENSE_KV), Copy(10, bytes(16), 0))
-            for key in chain.keys[:chunks]
-        ]
-        self.directory.claim_owner(self._epochs[worker], claims)
-
-    def complete(self, session: str = "", **fields: Any) -> httpx.Response:
-        headers = {"x-session-id": session} if session else {}
-        body = {"prompt": PROMPT, **fields}
-        answer = self.router.client.post("/v1/completions", json=body, headers=headers)
-        assert answer.status_code == 200, answer.text
-        return answer
-
-    def decisions(self) -> list[dict[str, Any]]:
-        """Return the lines of decisions; those of fleets are for a replay."""
-        lines = [json.loads(line) for line in self.lines.read_text().splitlines()]
-        return [line for line in lines if line["kind"] == "decision"]
-
-
-@contextmanager
-def running(fleet: StubFleet, folder: Path, policy: str = "ownerserve") -> Iterator[KnownFleet]:
-    known = KnownFleet(fleet, folder, policy)
-    with known.router:
-        yield known
-    known.views.close()
-    known.log.close()
 
 
 @pytest.fixture
 def known(fleet: StubFleet, tmp_path: Path) -> Iterator[KnownFleet]:
     with running(fleet, tmp_path) as found:
         yield found
-
-
-def worker_of(answer: httpx.Response) -> str:
-    return answer.headers["x-heterocache-worker"]
 
 
 @pytest.mark.parametrize("holder", [0, 1])
@@ -196,17 +119,15 @@ def test_each_sending_to_a_worker_that_is_lost_is_a_line(known: KnownFleet) -> N
     assert found == [(first, True), (first, True), (second, True)]
 
 
-@pytest.mark.parametrize("policy", WHOLE_POLICIES)
-def test_all_policies_place_each_request_at_one_worker(
-    policy: str, fleet: StubFleet, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_all_policies_place_each_request(policy: str, fleet: StubFleet, tmp_path: Path) -> None:
     with running(fleet, tmp_path, policy) as known:
         known.store(1, 15)
         for session in ("a", "b", "a"):
             assert worker_of(known.complete(session)) in known.names
         wait_until(lambda: len(known.decisions()) == 3)
         assert {x["policy"] for x in known.decisions()} == {policy}
-        assert not [x for x in known.decisions() if x["action"] == "remote_prefill"]
+        assert not [x for x in known.decisions() if x["failed"]]
 
 
 def test_what_workers_tell_of_themselves_is_in_the_view() -> None:
@@ -224,10 +145,11 @@ def test_what_workers_tell_of_themselves_is_in_the_view() -> None:
 
     asyncio.run(figures.ask_all({"one": ask, "two": refuse}))
     assert [figures.costs_of(x) for x in ("one", "two")] == ["learned", "default"]
-    view = figures.fleet(["one", "two"], [published("a")])
+    view = figures.fleet({"one": Role.DECODE, "two": Role.BOTH}, [published("a")])
     assert view.table().step_s.tolist()[0] == pytest.approx(0.5)
     assert view.table().step_s.tolist()[1] < 0.1
     assert view.hbm_bytes("one") == int(1600 * view.footprint.page_bytes_per_token)
+    assert view.decode_pool == (0,)
     assert view.hbm_bytes("two") > view.hbm_bytes("one")
     asyncio.run(figures.ask_all({"two": refuse}))
     assert figures.costs_of("one") == "default"
@@ -240,11 +162,14 @@ def test_the_policy_follows_from_what_is_configured(tmp_path: Path) -> None:
     assert known.policy_name == "ownerserve"
     chosen = config_of(tmp_path, workers=workers, directory="memory://", policy="prefix_aware")
     assert chosen.policy_name == "prefix_aware"
-    wrong = {"model_path": 5, "policy": "static_pd", "decisions": "/no/such/file"}
+    wrong = {"model_path": 5, "policy": "nearest", "decisions": "/no/such/file"}
     with pytest.raises(RouterConfigError) as error:
         config_of(tmp_path, workers=workers, **wrong)
     for key in wrong:
         assert f"{key}: " in str(error.value)
+    apart = [{"url": "http://h:1", "role": "prefill"}, "http://h:2"]
+    with pytest.raises(RouterConfigError, match="static_pd needs a worker with `role: decode`"):
+        config_of(tmp_path, workers=apart, policy="static_pd")
     absent = config_of(tmp_path, workers=workers, model_path="/no/such/model")
     with pytest.raises(RouterConfigError, match="model_path: cannot find the files of model"):
         open_identity(absent)

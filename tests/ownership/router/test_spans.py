@@ -17,7 +17,7 @@ from ownership.router.figures import WorkerFigures
 from ownership.router.identity import ChainCache, PromptIdentity
 from ownership.router.policy_placer import PolicyPlacer
 from ownership.router.view import FleetChains, PrefixViews, Trust
-from ownership.scheduling.registry import whole_policy
+from ownership.scheduling.registry import scheduling_policy
 from tests.engine.collector import Collector, attributes
 from tests.ownership.router.bench import RunningRouter, config_of, seen
 
@@ -39,7 +39,7 @@ def traced(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
         views = PrefixViews(PromptIdentity(None, ChainCache()), FleetChains(), Trust(), None)
-        placer = PolicyPlacer(whole_policy("ownerserve", Random(0)), views, WorkerFigures())
+        placer = PolicyPlacer(scheduling_policy("ownerserve", Random(0)), views, WorkerFigures())
         folder = tmp_path_factory.mktemp("traced")
         config = config_of(folder, workers=fleet.urls, otlp_traces_endpoint=collector.endpoint)
         with RunningRouter(config, placer=placer) as running:

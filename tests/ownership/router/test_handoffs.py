@@ -1,0 +1,186 @@
+"""A prompt computed at one worker and answered by another, and what can go wrong between them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.stub_fleet import StubFleet
+from ownership.router.handoffs import can_hand_off
+from ownership.scheduling.fleet import Role
+from tests.ownership.router.bench import seen, wait_until
+from tests.ownership.router.known_fleet import PROMPT, KnownFleet, running, worker_of
+
+ROLES = (Role.PREFILL, Role.DECODE, Role.DECODE)
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+DOORS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": 50, "n": 2},
+    "/v1/chat/completions": CHAT | {"max_completion_tokens": 50},
+    "/v1/messages": CHAT | {"max_tokens": 50},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 50, "background": True},
+}
+
+
+@pytest.fixture
+def known(fleet: StubFleet, tmp_path: Path) -> Iterator[KnownFleet]:
+    """The first worker prefills, the second decodes."""
+    with running(fleet, tmp_path, "static_pd", ROLES) as found:
+        yield found
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> Iterator[tuple[StubFleet, KnownFleet]]:
+    """Three workers that a test may harm; two of them decode."""
+    with (
+        StubFleet(3) as fleet,
+        running(fleet, tmp_path, "static_pd", ROLES, probe_timeout_s=0.2) as found,
+    ):
+        yield fleet, found
+
+
+def last_body(fleet: StubFleet, worker: int) -> dict[str, Any]:
+    return dict(json.loads(seen(fleet.urls[worker])["last_body"]))
+
+
+def busy(known: KnownFleet, worker: int) -> float:
+    return known.router.metric("in_flight", worker=known.names[worker])
+
+
+@pytest.mark.parametrize("path", DOORS)
+def test_one_worker_computes_the_prompt_and_another_answers(
+    path: str, known: KnownFleet, fleet: StubFleet
+) -> None:
+    given = {"heterocache": {"report": True, "ttl_s": 60}}
+    body = {**DOORS[path], "stream": True, "kv_transfer_params": given}
+    headers = {"accept-encoding": "gzip"}
+    answer = known.router.client.post(path, json=body, headers=headers)
+    assert worker_of(answer) == known.names[1]
+    shown = f"action=remote_prefill; prefill={known.names[0]}"
+    assert shown in answer.headers["x-heterocache-placement"]
+    assert answer.text == httpx.post(fleet.urls[1] + path, json=body).text
+
+    prefill = last_body(fleet, 0)
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    assert (prefill[limit], prefill["stream"]) == (1, False)
+    assert not prefill.keys() & {"n", "max_completion_tokens"}
+    assert not prefill.get("background")
+    stored = {"do_remote_decode": True, "heterocache": {"ttl_s": 60}}
+    assert prefill["kv_transfer_params"] == stored
+    assert "accept-encoding" not in seen(fleet.urls[0])["last_headers"]
+
+    known.router.client.post(path, json=body)
+    handed = {**given, "do_remote_prefill": True, "prefilled_tokens": 7}
+    assert last_body(fleet, 1) == body | {"kv_transfer_params": handed}
+    wait_until(lambda: len(known.decisions()) == 2)
+    line = known.decisions()[0]
+    assert (line["worker"], line["prefill_worker"]) == (known.names[1], known.names[0])
+    assert 0.0 < line["prefill_s"] < line["first_byte_s"]
+    assert line["prefill_problem"] is None
+    assert line["handoffs"]
+    assert known.router.metric("prefills_total", result="done", worker=known.names[0]) == 2
+
+
+@pytest.mark.parametrize("fault", ["refuse", "fail", "lose", "cut", "exit"])
+def test_a_failed_prefill_is_computed_where_it_is_decoded(
+    fault: str, apart: tuple[StubFleet, KnownFleet]
+) -> None:
+    fleet, known = apart
+    stub = {"prefill": {"fault": fault}}
+    body = {"prompt": PROMPT, "stub": stub, "stream": True}
+    answer = known.complete(**body)
+    assert "[DONE]" in answer.text
+    decoder = known.names.index(worker_of(answer))
+    assert decoder > 0
+    assert last_body(fleet, decoder) == body, "as the client wrote it"
+    wait_until(lambda: known.decisions())
+    [line] = known.decisions()
+    assert line["prefill_problem"]
+    assert not line["failed"]
+    assert known.router.metric("prefills_total", result="failed", worker=known.names[0]) == 1
+    assert busy(known, 0) == busy(known, decoder) == 0
+
+
+def test_a_prefill_worker_that_hangs_costs_the_time_until_its_probes_fail(
+    apart: tuple[StubFleet, KnownFleet],
+) -> None:
+    fleet, known = apart
+    fleet.processes[0].send_signal(signal.SIGSTOP)
+    assert worker_of(known.complete()) in known.names[1:]
+    wait_until(lambda: known.decisions())
+    assert known.decisions()[0]["prefill_problem"]
+
+
+def test_a_client_that_leaves_ends_the_prefill_and_its_decoder_gets_nothing(
+    known: KnownFleet, fleet: StubFleet
+) -> None:
+    before = seen(fleet.urls[1])["seen"].get("/v1/completions", 0)
+    aborted = seen(fleet.urls[0])["seen"].get("aborted", 0)
+    body = json.dumps({"prompt": PROMPT, "stub": {"prefill": {"first_s": 600}}}).encode()
+    with socket.create_connection(("127.0.0.1", known.router.port)) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        wait_until(lambda: busy(known, 0) == busy(known, 1) == 1)
+    wait_until(lambda: busy(known, 0) == busy(known, 1) == 0)
+    wait_until(lambda: seen(fleet.urls[0])["seen"].get("aborted", 0) > aborted)
+    assert seen(fleet.urls[1])["seen"].get("/v1/completions", 0) == before
+
+
+def test_a_decoder_that_dies_during_the_prefill_is_replaced(
+    apart: tuple[StubFleet, KnownFleet],
+) -> None:
+    fleet, known = apart
+    answers = list[httpx.Response]()
+    stub = {"prefill": {"first_s": 1.0}}
+    asking = threading.Thread(target=lambda: answers.append(known.complete(stub=stub)))
+    asking.start()
+    wait_until(lambda: busy(known, 0) == 1)
+    [decoder] = [number for number in (1, 2) if busy(known, number) == 1]
+    fleet.processes[decoder].kill()
+    asking.join()
+    assert worker_of(answers[0]) == known.names[3 - decoder]
+
+
+def test_a_worker_that_fails_while_the_directory_is_asked_gets_no_request(
+    apart: tuple[StubFleet, KnownFleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, known = apart
+    find, gone = known.views.find, known.names[1]
+
+    async def find_late(*given: Any) -> Any:
+        view = await find(*given)
+        fleet.processes[1].kill()
+        await asyncio.to_thread(wait_until, lambda: known.router.states()[gone] == "down")
+        return view
+
+    monkeypatch.setattr(known.views, "find", find_late)
+    for _ in range(2):
+        assert worker_of(known.complete()) == known.names[2]
+    assert known.router.metric("retried_total", worker=gone) == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "prompt", "expected"),
+    [
+        (None, PROMPT, True),
+        ({"heterocache": {"pin_s": 60}}, "text", True),
+        ({"heterocache": {"no_store": True}}, "text", False),
+        ({"max_offload_tokens": 64}, "text", False),
+        ({"do_remote_decode": True}, "text", False),
+        (["wrong"], "text", False),
+        (None, ["two", "prompts"], False),
+        (None, [PROMPT, PROMPT], False),
+    ],
+)
+def test_a_request_whose_state_must_not_be_stored_is_served_whole(
+    params: object, prompt: object, expected: bool
+) -> None:
+    assert can_hand_off({"prompt": prompt, "kv_transfer_params": params}) is expected
