@@ -26,6 +26,7 @@ from hetero_connector.engine.scheduler.requests import RequestTracker
 from hetero_connector.engine.scheduler.restore_counter import RestoreCounter
 from hetero_connector.engine.scheduler.restorer import Restorer
 from hetero_connector.engine.scheduler.saver import Saver
+from hetero_connector.engine.scheduler.shared_boundaries import SharedBoundaries
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.checkpoints import CheckpointPolicy
 from hetero_connector.planner.decision import RestoreDecision
@@ -215,6 +216,7 @@ class ReplayedEngine:
             lambda _: EngineLoad(),
             self._decisions,
             PeerMatcher(layout, store, None, recorder, clock, math.inf),
+            SharedBoundaries(layout.model),
             deadline_s=math.inf,
             clock=clock,
         )

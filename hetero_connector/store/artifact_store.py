@@ -194,6 +194,10 @@ class ArtifactStore:
         self._check_open()
         return self.catalog.tails(parent)
 
+    def is_fork(self, key: ChunkKey) -> bool:
+        """Return whether several chains leave each other at the end of a chunk. Takes no lock."""
+        return self.catalog.tiers.index.is_fork(key)
+
     def missing(self, chunk: ChunkRange, state_types: Sequence[StateType]) -> list[StateType]:
         """Return those of `state_types` that are neither sealed nor being saved for this chunk."""
         self._check_open()

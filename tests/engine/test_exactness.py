@@ -153,6 +153,58 @@ def test_restored_at_an_earlier_boundary_with_another_suffix(engine: Engine, sha
     engine.compare(restored, reference)
 
 
+def test_sessions_share_a_restored_prefix(engine: Engine) -> None:
+    sessions, other = _sessions(2), PROMPT + prompt_tokens(300, seed=29)
+    for session in sessions:
+        generate(engine.llm, session)
+    own = engine.own_hit(sessions)
+    forget_local(engine.llm)
+    with no_restores(engine.llm):
+        generate(engine.llm, sessions[0])
+        reference = generate(engine.llm, other, max_tokens=8)
+    shared = reference.num_cached_tokens
+    assert 1200 < shared < len(PROMPT)
+    forget_local(engine.llm)
+    before = metric("heterocache_hit_tokens_total", tier="dram")
+    restored = generate_batch(engine.llm, sessions)  # the second waits for what they share
+    end = engine.boundary(len(sessions[0]))
+    loaded = metric("heterocache_hit_tokens_total", tier="dram") - before
+    assert loaded == 2 * end - shared
+    for ours, theirs in zip(restored, own, strict=True):
+        engine.compare(ours, theirs)
+    with no_restores(engine.llm):
+        hit = generate(engine.llm, other, max_tokens=8)
+    assert hit.num_cached_tokens == shared
+    engine.compare(hit, reference)
+
+
+def test_power_wrong_shared_state_shows(engine: Engine) -> None:
+    first, second = _sessions(2)
+    other = PROMPT + prompt_tokens(300, seed=29)
+    generate(engine.llm, first)
+    generate(engine.llm, second)
+    forget_local(engine.llm)
+    generate(engine.llm, first)
+    with no_restores(engine.llm):
+        right = generate(engine.llm, other, max_tokens=8)
+    model = scheduler_side(engine.llm).layout.model
+    moved = {}
+    for state_type in model.boundary_types_at(right.num_cached_tokens) or model.prefix_types:
+        forget_local(engine.llm)
+        with wiped(engine.llm, state_type):
+            generate(engine.llm, first)
+        with no_restores(engine.llm):
+            wrong = generate(engine.llm, other, max_tokens=8)
+        assert wrong.num_cached_tokens == right.num_cached_tokens
+        moved[state_type] = delta(right, wrong)
+    assert min(moved.values()) > CLEAR, moved
+
+
+def _sessions(count: int) -> list[list[int]]:
+    """Return prompts that leave each other after `PROMPT`, and have a chunk each of their own."""
+    return [PROMPT + prompt_tokens(700, seed=280 + i) for i in range(count)]
+
+
 def test_a_second_turn_resumes_after_decoded_tokens(engine: Engine) -> None:
     first = prompt_tokens(680, seed=23)
     reply = generate(engine.llm, first, max_tokens=100).tokens

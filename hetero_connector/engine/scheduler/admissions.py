@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.artifacts.record import ChunkKey
+from hetero_connector.artifacts.record import ChunkKey, StoredChunk
 from hetero_connector.engine.hook_errors import HookErrors
-from hetero_connector.engine.messages import LostLoad, StepMetadata
+from hetero_connector.engine.messages import Load, LostLoad, StepMetadata
 from hetero_connector.engine.scheduler.block_tables import BlockTable, table_of
 from hetero_connector.engine.scheduler.replays import Replays
 from hetero_connector.engine.scheduler.requests import PendingRestore, RequestTracker
 from hetero_connector.engine.scheduler.restore_counter import RestoreCounter
 from hetero_connector.engine.scheduler.restorer import Restorer
 from hetero_connector.engine.scheduler.saver import Saver
+from hetero_connector.engine.scheduler.shared_boundaries import SharedBoundaries
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -47,6 +48,7 @@ class Admissions:
         restorer: Restorer,
         replays: Replays,
         saver: Saver,
+        shared: SharedBoundaries,
         counter: RestoreCounter,
         errors: HookErrors,
         tables: Callable[[str], BlockTable],
@@ -58,6 +60,7 @@ class Admissions:
         self._restorer = restorer
         self._replays = replays
         self._saver = saver
+        self._shared = shared
         self._counter = counter
         self._errors = errors
         self._tables = tables
@@ -99,9 +102,36 @@ class Admissions:
         """True while vLLM waits for the end of the request's load."""
         return request_id in self._parked
 
-    def parked_for(self, last: ChunkKey) -> str | None:
+    def must_wait(self, tracker: RequestTracker) -> bool:
+        """True while another request loads what this one could hit in vLLM's cache.
+
+        vLLM shares the pages of a parked load when it has ended, those of others at once. A shared
+        boundary is in its cache when it is loaded.
+        """
+        assert tracker.restore is not None
+        if tracker.awaits is None:
+            plan = tracker.restore.plan
+            same = self._parked_for(plan.chunks[-1].chunk.key) if plan.parked else None
+            tracker.awaits = same or self._sharer_of(plan.chunks, tracker.local_tokens)
+        awaited = tracker.awaits
+        return awaited is not None and (
+            self.is_parked(awaited) or awaited in self._loaders().values()
+        )
+
+    def _parked_for(self, last: ChunkKey) -> str | None:
         """Return the id of a parked request that loads the prefix up to this chunk, if any."""
         return next((name for name, key in self._parked.items() if key == last), None)
+
+    def _sharer_of(self, chunks: Sequence[StoredChunk], local_tokens: int) -> str | None:
+        """Return the id of a request that loads a shared boundary of these chunks, if any.
+
+        vLLM hits there once it is loaded: only one after the `local_tokens` counts.
+        """
+        loaders = self._loaders()
+        if not loaders:
+            return None
+        found = (x.chunk.key for x in chunks if x.chunk.end > local_tokens)
+        return next((loaders[key] for key in found if key in loaders), None)
 
     def end_parking(self, request_id: str) -> None:
         """Note that vLLM does not wait for the request's load, or not any more."""
@@ -145,6 +175,7 @@ class Admissions:
         if load.ranks_left <= 0:
             del self._ordered[load_id]
             load.pending.loads_left -= 1
+            self._shared.on_loaded(load_id)
             self._release_loaded(load.request_id)
 
     def end_replay(self, request_id: str) -> None:
@@ -161,6 +192,13 @@ class Admissions:
         if tracker in self.admitted:
             self.admitted.remove(tracker)
         self.lost = [x for x in self.lost if x.request_id != request_id]
+
+    def _loaders(self) -> dict[ChunkKey, str]:
+        loaders = self._shared.loaders()
+        for tracker in self.admitted:
+            if tracker.restore is not None and tracker.restore.shared is not None:
+                loaders[tracker.restore.shared.chunk.key] = tracker.request.request_id
+        return loaders
 
     def _admit_restore(self, tracker: RequestTracker, tokens: int) -> None:
         """Order the load of these tokens in the next step. Raises ValueError if it cannot be."""
@@ -195,11 +233,24 @@ class Admissions:
             # The ids save a walk over the thousands of block objects of a long prompt.
             table = self._tables(request_id) if block_ids is None else table_of(block_ids)
             loads.append(self._restorer.build_load(tracker, table))
+            loads += self._share(tracker, pending)
         self._saver.on_restored(pending.plan)
         # Nothing may fail from here on: a load that is ordered must not be reported as lost, too.
         meta.loads += loads
         self.loading[request_id].append(pending)
         tracker.restore = None
+
+    def _share(self, tracker: RequestTracker, pending: PendingRestore) -> list[Load]:
+        """Return the order to load the restore's shared boundary, if it has one."""
+        if pending.shared is None or pending.cut is not None or tracker.outdated:
+            return []
+        request, parked = tracker.request, pending.plan.parked
+        pages = self._shared.take(request, pending.shared.chunk, parked=parked)
+        if pages is None:
+            return []
+        load = self._restorer.build_shared_load(request.request_id, pending, pages.table)
+        self._shared.on_ordered(load.load_id, pages)
+        return [load]
 
     def _replay(self, tracker: RequestTracker, num_tokens: int, meta: StepMetadata) -> None:
         request_id = tracker.request.request_id

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
-from hetero_connector.artifacts.record import ArtifactId, ChunkKey
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey, StoredChunk
 from hetero_connector.engine.scheduler.clearings import Clearings
 from hetero_connector.engine.scheduler.request_identifier import RequestIdentity, extra_keys
 from hetero_connector.engine.scheduler.request_params import PLAIN, RequestParams
@@ -36,6 +36,9 @@ class PendingRestore:
     """First token to compute, if vLLM admitted fewer tokens than the plan has."""
     loaded_s: float | None = None
     """Clock time at which all ranks had loaded it; None before."""
+    shared: StoredChunk | None = None
+    """A chunk at whose end others leave the chain. Its boundary state is staged, too, for vLLM's
+    own prefix cache (`SharedBoundaries`)."""
 
     def fits(self, local_tokens: int) -> bool:
         """True if the plan can still be loaded after `local_tokens` in the engine's own cache."""
@@ -102,7 +105,7 @@ class RequestTracker:
     """The session that the request is a turn of; None until it has been matched."""
     restore: PendingRestore | None = None
     awaits: str | None = None
-    """A parked request whose load this one has waited for, by id; it waits for one at most."""
+    """A request whose load this one has waited for, by id; it waits for one at most."""
     attempts: Attempts | None = None
     """None if no restore was tried."""
     admitting: bool = False

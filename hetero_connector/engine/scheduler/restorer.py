@@ -34,11 +34,12 @@ from hetero_connector.engine.scheduler.requests import (
     RequestTracker,
     replayable,
 )
+from hetero_connector.engine.scheduler.shared_boundaries import SharedBoundaries
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.plan import RestorePlan
 from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.planner.pricing import EngineLoad
-from hetero_connector.spec import StateType
+from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Wanted
 
@@ -58,6 +59,7 @@ class Restorer:
         engine_load: Callable[[RequestTracker], EngineLoad],
         predictions: Predictions,
         peers: PeerMatcher,
+        shared: SharedBoundaries,
         *,
         deadline_s: float,
         clock: Callable[[], float],
@@ -70,6 +72,7 @@ class Restorer:
         self._engine_load = engine_load
         self._predictions = predictions
         self._peers = peers
+        self._shared = shared
         self._deadline_s = deadline_s
         self._load_ids = count(1)
         self._clock = clock
@@ -151,7 +154,7 @@ class Restorer:
             handle.abandon()
             return False
         pending.handle.abandon()
-        pending.plan, pending.handle = plan, handle
+        pending.plan, pending.handle, pending.shared = plan, handle, None
         return True
 
     def forget(self, tracker: RequestTracker) -> None:
@@ -184,6 +187,24 @@ class Restorer:
         load_id = next(self._load_ids)
         return Load(request_id, spans, blocks, plan.parked, resume=tokens.stop, load_id=load_id)
 
+    def build_shared_load(
+        self, request_id: str, pending: PendingRestore, table: BlockTable
+    ) -> Load:
+        """Return the order to load the boundary state of the restore's shared boundary."""
+        assert pending.shared is not None
+        chunk, parked = pending.shared.chunk, pending.plan.parked
+        wanted = _shared_wanted(self._model, pending.shared)
+        columns = pending.handle.columns[-len(wanted) :]
+        blocks = self._blocks([x.state_type for x in wanted], table, range(chunk.end))
+        size = self._layout.chunk_tokens
+        spans = [
+            ArtifactSpan(x.state_type, chunk.start, chunk.end, size, offsets)
+            for x, offsets in zip(wanted, columns, strict=True)
+        ]
+        pending.loads_left += 1
+        load_id = next(self._load_ids)
+        return Load(request_id, spans, blocks, parked, resume=chunk.end, load_id=load_id)
+
     def _begin(
         self, tracker: RequestTracker, local_tokens: int, known: int, limit: int
     ) -> PendingRestore | None:
@@ -211,8 +232,36 @@ class Restorer:
         tracker.attempts.begin(now_s)
         left_s = self._deadline_s - tracker.attempts.seconds(now_s)
         copies = self._peers.copies(tracker)
-        handle = self._store.begin_restore(_wanted(plan), copies, within_s=left_s)
-        return PendingRestore(plan, handle, local_tokens)
+        shared = self._find_shared(tracker, plan, local_tokens)
+        wanted = _wanted(plan)
+        if shared is not None:
+            wanted += _shared_wanted(self._model, shared)
+        handle = self._store.begin_restore(wanted, copies, within_s=left_s)
+        return PendingRestore(plan, handle, local_tokens, shared=shared)
+
+    def _find_shared(
+        self, tracker: RequestTracker, plan: RestorePlan, local_tokens: int
+    ) -> StoredChunk | None:
+        """Return the last chunk before the plan's end where others can leave the chain, if any.
+
+        Stored chains fork there or after it, and its boundary state is stored here.
+        """
+        if plan.replay_tokens or not self._shared.is_supported:
+            return None
+        is_forked = False
+        for index in range(len(plan.chunks) - 2, -1, -1):
+            stored = plan.chunks[index]
+            if stored.chunk.end <= local_tokens:
+                return None
+            is_forked = is_forked or self._store.is_fork(stored.chunk.key)
+            if is_forked and self._has_boundary_state(stored):
+                return stored if self._shared.is_wanted(tracker.request, stored.chunk) else None
+        return None
+
+    def _has_boundary_state(self, stored: StoredChunk) -> bool:
+        needed = self._model.boundary_types_at(stored.chunk.end)
+        tiers = [stored.tiers.get(t, Tier.PEER) for t in needed]
+        return bool(tiers) and Tier.PEER not in tiers
 
     def _find_stored(
         self, tracker: RequestTracker, local_tokens: int, limit: int
@@ -281,10 +330,10 @@ class Restorer:
     def _spans(self, pending: PendingRestore) -> list[ArtifactSpan]:
         """Return the plan's artifacts with their place in the arena, one span per state type."""
         plan, size = pending.plan, self._layout.chunk_tokens
-        columns = pending.handle.columns
         prefix_start, last_start = plan.chunks[0].chunk.start, plan.chunks[-1].chunk.start
         starts = [prefix_start] * len(plan.prefix_types) + [last_start] * len(plan.boundary_types)
         types = plan.prefix_types + plan.boundary_types
+        columns = pending.handle.columns[: len(types)]
         return [
             ArtifactSpan(state_type, start, plan.boundary, size, offsets)
             for state_type, start, offsets in zip(types, starts, columns, strict=True)
@@ -295,6 +344,10 @@ def _wanted(plan: RestorePlan) -> list[Wanted]:
     return [Wanted(t, plan.chunks) for t in plan.prefix_types] + [
         Wanted(t, plan.chunks[-1:]) for t in plan.boundary_types
     ]
+
+
+def _shared_wanted(model: ModelSpec, shared: StoredChunk) -> list[Wanted]:
+    return [Wanted(t, [shared]) for t in model.boundary_types_at(shared.chunk.end)]
 
 
 def _within(span: ArtifactSpan, tokens: range) -> ArtifactSpan:

@@ -52,6 +52,7 @@ from hetero_connector.engine.scheduler.restorer import Restorer
 from hetero_connector.engine.scheduler.saver import Saver
 from hetero_connector.engine.scheduler.sessions import Mode as PrefetchMode
 from hetero_connector.engine.scheduler.sessions import Sessions
+from hetero_connector.engine.scheduler.shared_boundaries import SharedBoundaries
 from hetero_connector.engine.scheduler.status import EngineStatus, MakeProfile
 from hetero_connector.engine.scheduler.status_socket import StatusServer
 from hetero_connector.metrics import Recorder
@@ -128,6 +129,7 @@ class SchedulerSide:
         self._parking: Parking = parking
         self.predictions = Predictions(recorder, self.costs.load, store, clock)
         self._peers = PeerMatcher(layout, store, fleet, recorder, clock, load_deadline_s)
+        self._shared = SharedBoundaries(layout.model)
         self._restorer = Restorer(
             layout,
             store,
@@ -136,6 +138,7 @@ class SchedulerSide:
             self._engine_load,
             self.predictions,
             self._peers,
+            self._shared,
             deadline_s=load_deadline_s,
             clock=clock,
         )
@@ -161,6 +164,7 @@ class SchedulerSide:
             self._restorer,
             self._replays,
             self._saver,
+            self._shared,
             self._counter,
             self._errors,
             self._table,
@@ -182,6 +186,7 @@ class SchedulerSide:
         """Take vLLM's block tables, which are read in each step."""
         self._kv_cache_manager = kv_cache_manager
         self.root.bind(kv_cache_manager)
+        self._shared.bind(kv_cache_manager)
         self._restorer.may_replay = can_hide(kv_cache_manager)
         if self._events is not None:
             self._events.bind(kv_cache_manager)
@@ -216,7 +221,7 @@ class SchedulerSide:
         self._queue.enqueue(tracker)
         self._sessions.on_matched(tracker)
         parked = bool(tokens and tracker.restore and tracker.restore.plan.parked)
-        if parked and self._loads_the_same(tracker):
+        if tokens and self._admissions.must_wait(tracker):
             tokens, parked = None, False
         self._has_unanswered |= tokens is None
         return tokens, parked
@@ -279,6 +284,8 @@ class SchedulerSide:
     def on_report(self, report: WorkerReport) -> None:
         """`update_connector_output`: seal the finished saves and release the finished loads."""
         self._broken |= report.broken
+        if report.broken:
+            self._shared.drop()
         if report.broken and self._events is not None:
             self._events.on_new_root(None)
         for save_id, ranks in report.saved.items():
@@ -298,6 +305,7 @@ class SchedulerSide:
         Requests share pages, and steps that are under way have computed from them.
         """
         self._saver.distrust()
+        self._shared.drop()
         for tracker in self._trackers.values():
             tracker.outdated = True
 
@@ -412,6 +420,7 @@ class SchedulerSide:
             self._restorer.forget(tracker)
             self._saver.forget(tracker)
             tracker.change_root(hasher)
+        self._shared.drop()
         self._queue.requeue_waiting(trackers)
 
     def _has_outdated_requests(self) -> bool:
@@ -441,16 +450,6 @@ class SchedulerSide:
         reading = self.store.reading_bytes
         share = self._hidden_share
         return EngineLoad(queued, decodes, reading, share, waiting, self._parking)
-
-    def _loads_the_same(self, tracker: RequestTracker) -> bool:
-        """True while a parked request loads all that this one would.
-
-        vLLM shares the pages of a parked load when it has ended, those of others at once.
-        """
-        assert tracker.restore is not None
-        if tracker.awaits is None:
-            tracker.awaits = self._admissions.parked_for(tracker.restore.plan.chunks[-1].chunk.key)
-        return tracker.awaits is not None and self._admissions.is_parked(tracker.awaits)
 
     def _track(self, request: Request) -> RequestTracker | UnidentifiedReason:
         tracker = self._trackers.get(request.request_id)

@@ -36,6 +36,8 @@ _OFFSETS = struct.Struct(f"={len(StateType)}q")
 _NOTHING: Mapping[StateType, Tier] = {}
 _NOWHERE = _OFFSETS.pack(*[-1] * len(StateType))
 _key = attrgetter("key")
+_TURNS_IN_A_CHUNK = 4
+"""More ends within one chunk are taken for those of several chains."""
 MAX_TAILS = 32
 """Lengths that are returned. Each costs a search for a tail one hash of that many tokens."""
 
@@ -100,6 +102,18 @@ class PrefixIndex:
     def tails(self, parent: ChunkKey) -> tuple[int, ...]:
         """Return the lengths of visible short chunks after `parent`: the newest `MAX_TAILS`."""
         return self._tails.of(parent)
+
+    def is_fork(self, key: ChunkKey) -> bool:
+        """Return whether several chains leave each other at the end of a chunk.
+
+        A session's turns may end in several short chunks, of which the next turn makes one full
+        chunk: only many of them are a fork.
+        """
+        node = self.nodes.get(key)
+        if node is None or node.num_children < 2:
+            return False
+        num_full = node.num_children - self._tails.number(key)
+        return num_full > 1 or node.num_children > _TURNS_IN_A_CHUNK
 
     def find(self, artifact_id: ArtifactId) -> Artifact | None:
         """Return the artifact, sealed or being saved."""
@@ -382,6 +396,10 @@ class TailLengths:
     def of(self, parent: ChunkKey) -> tuple[int, ...]:
         """Return the newest `MAX_TAILS` lengths. Needs no lock."""
         return tuple(islice(reversed(self._counts.get(parent, {})), MAX_TAILS))
+
+    def number(self, parent: ChunkKey) -> int:
+        """Return the number of visible short chunks after `parent`. Needs no lock."""
+        return sum(self._counts.get(parent, {}).values())
 
     def count(self, parent: ChunkKey, length: int, step: int) -> None:
         """Add `step` to the count: 1 for a chunk that became visible, -1 for one that left."""
