@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import aiohttp
 from starlette.types import Send
 
@@ -10,6 +12,7 @@ from ownership.router.placer import Placed
 
 _EVENT_BYTES = 1024 * 1024
 """Events are sent whole, up to this size."""
+_ID = re.compile(rb'"id": ?"([\w.-]{1,200})"')
 _OF_CONNECTION = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"upgrade"})
 
 
@@ -92,6 +95,12 @@ class Answer:
         self._held = data[end:]
         self.num_events += data.count(b"data:", 0, end)
         return data[:end] if self._held else data
+
+
+def answer_id(begin: bytes) -> str:
+    """Return the id in an answer, or in a stream's first event; "" if it has none."""
+    found = _ID.search(begin)
+    return found[1].decode() if found else ""
 
 
 def _description(placed: Placed) -> bytes:

@@ -76,10 +76,11 @@ async def open_placer(
         if config.directory.startswith("redis"):
             peers = await stack.enter_async_context(_open_peers(config.directory, metrics))
         policy = scheduling_policy(config.policy_name, Random())
-        placer = PolicyPlacer(policy, views, figures, log, peers=peers)
         asked = _Asked(config, workers, session)
+        watch = FleetWatch(views, asked.servers, events=events, host_of=asked.host_of)
+        placer = PolicyPlacer(policy, views, figures, log, None, peers, watch.on_answer)
         reports = LoadReports(asked.servers, placer.on_report, config.probe_s)
-        for work in (_keep_current(asked, views, events, figures, placer), reports.run()):
+        for work in (_keep_current(asked, watch, figures, placer), reports.run()):
             stack.callback(asyncio.get_running_loop().create_task(work).cancel)
         yield placer
 
@@ -155,16 +156,11 @@ class _Asked:
 
 
 async def _keep_current(
-    asked: _Asked,
-    views: PrefixViews,
-    events: EventReader,
-    figures: WorkerFigures,
-    placer: PolicyPlacer,
+    asked: _Asked, watch: FleetWatch, figures: WorkerFigures, placer: PolicyPlacer
 ) -> None:
     """Ask all workers in each period, and when one comes or goes."""
     changed = asyncio.Event()
     asked.workers.on_change.append(changed.set)
-    watch = FleetWatch(views, asked.servers, events=events, host_of=asked.host_of)
     while True:
         changed.clear()
         try:

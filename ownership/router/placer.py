@@ -51,6 +51,8 @@ class Placed:
     """A `Certainty`: the worth of what was known of the prompt's state. "" if it was not asked."""
     reasons: Sequence[str] = ()
     """Reasons why it is not exact, by names from a fixed set."""
+    answer_id: str = ""
+    """The id in the worker's answer; "" if it has none, or none was found."""
     action: str = ""
     """The work that the placement causes: a `PlacementAction`."""
     predicted_ttft_s: float | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import msgspec
 from hetero_connector.containers import BoundedDict
 from hetero_connector.session_ids import session_of
 from ownership.decisions.records import DecisionRecord
+from ownership.router.answer import answer_id
 from ownership.router.decision_log import DecisionLog
 from ownership.router.doors import Refusal
 from ownership.router.figures import WorkerFigures
@@ -45,6 +46,8 @@ from ownership.scheduling.decision import whole
 from ownership.scheduling.fleet import Role
 from ownership.scheduling.registry import without_remote_prefills
 
+OnAnswer = Callable[[str, str, PromptView, str], None]
+"""Gets the worker, the path, what was known of the prompt, and the answer's id."""
 PLACED = frozenset({"chat", "completions", "responses", "messages"})
 """The doors whose requests have a prompt. Others go to the worker with the fewest requests."""
 _BYTES_PER_TOKEN = 4
@@ -65,12 +68,11 @@ class _Planned(Placed):
 
     step: Step
     placement: Placement
+    view: PromptView
     decision: PlacementDecision | None
     """None once it is sent: it keeps the view of the whole fleet."""
     record: DecisionRecord | None = None
     """The line for the decision log; None without one."""
-    chain: PromptChain | None = None
-    """The prompt's chunks, for that line."""
     decoded: Mapping[str, Any] | None = None
     """The client's body until the prefill has ended; None without one."""
     sent_s: float = 0.0
@@ -101,10 +103,13 @@ class PolicyPlacer:
         log: DecisionLog | None = None,
         limits: LedgerLimits | None = None,
         peers: Peers | None = None,
+        on_answer: OnAnswer | None = None,
     ) -> None:
-        """`log`: None if decisions are not written. `peers`: None if no other router is heard."""
+        """`log`: None if decisions are not written. `peers`: None if no other router is heard.
+        `on_answer`: called when an answer has ended; None if answers are not compared.
+        """
         self._policy, self._views, self._figures, self._log = policy, views, figures, log
-        self._peers = peers
+        self._peers, self._on_answer = peers, on_answer
         self._whole_policy = without_remote_prefills(policy)
         self._limits = limits or LedgerLimits()
         self._ledger: Ledger | None = None
@@ -181,6 +186,8 @@ class PolicyPlacer:
             self._ledger.sent(placed, Work.of(placed.step, placed.placement), now_s)
         else:
             self._ledger.handed_off(placed, now_s)
+            if placed.prefill is not None:
+                self._compare(placed, placed.prefill.worker, answer_id(answer))
         if placed.record is not None:
             placed.record.prefill_s = now_s - placed.sent_s
             placed.record.prefill_problem = problem or None
@@ -199,6 +206,7 @@ class PolicyPlacer:
         if step.session_id and placed.first_byte_s is not None:
             tokens = step.prompt_tokens + num_events
             self._sessions[step.session_id] = _Session(placed.worker.name, tokens)
+        self._compare(placed, placed.worker, placed.answer_id)
         self._write(placed, now_s, output_tokens if placed.request.is_stream else None)
 
     def on_failed(self, placed: Placed, now_s: float) -> None:
@@ -259,7 +267,7 @@ class PolicyPlacer:
             placement=placement,
             decision=decision,
             record=record,
-            chain=None if record is None else _longest(view),
+            view=view,
             decoded=decoded,
         )
 
@@ -296,6 +304,12 @@ class PolicyPlacer:
         record.costs = self._figures.costs_of(placement.decode_worker)
         return record
 
+    def _compare(self, placed: _Planned, worker: Worker, answer_id: str) -> None:
+        """Have the router's chain of a prompt compared with what the worker reports of it."""
+        if self._on_answer is not None and answer_id:
+            path = placed.request.target.partition("?")[0]
+            self._on_answer(worker.name, path, placed.view, answer_id)
+
     def _write(
         self, placed: _Planned, now_s: float, events: int | None, *, has_failed: bool = False
     ) -> None:
@@ -306,7 +320,7 @@ class PolicyPlacer:
             record.first_byte_s = placed.first_byte_s - placed.sent_s
         record.total_s = now_s - placed.sent_s
         record.events, record.failed = events, has_failed
-        self._log.write(record, placed.chain)
+        self._log.write(record, _longest(placed.view))
 
 
 def _decoded(body: bytes) -> object:

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from yarl import URL
 
 from ownership.router.admission import Admission
-from ownership.router.answer import Answer
+from ownership.router.answer import Answer, answer_id
 from ownership.router.config import RouterConfig
 from ownership.router.doors import DOORS, OTHER, Reason, Refusal
 from ownership.router.metrics import RouterMetrics
@@ -285,6 +285,7 @@ class Proxy:
             self._metrics.first_byte.labels(request.door.name).observe(now_s - arrived_s)
             if (response.content_length or _WHOLE_BYTES) < _WHOLE_BYTES:
                 part += await response.content.read()
+            placed.answer_id = answer_id(part)
             await answer.start(response, placed)
             while part:
                 await answer.send(part)

@@ -47,6 +47,7 @@ DECIDED = (
     "cmpl-a/b-1-4567abcd",
     "cmpl-a/b-1-0-4567abcd",
     "as-given",
+    "resp_r_0-0123abcd",
 )
 """Requests of an engine, by its ids."""
 
@@ -76,7 +77,8 @@ def test_each_engine_of_the_server_answers_and_no_other(start: Start) -> None:
         ("chatcmpl-a", DECIDED[:1]),
         ("chatcmpl-n", DECIDED[1:3]),
         ("cmpl-a/b", DECIDED[3:5]),
-        ("as-given", DECIDED[6:]),
+        ("as-given", DECIDED[6:7]),
+        ("resp_r", DECIDED[7:]),
         ("chatcmpl-a-0123abcd", DECIDED[:1]),
         ("chatcmpl", ()),
         (".*", ()),

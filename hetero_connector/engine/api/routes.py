@@ -52,10 +52,11 @@ async def report(request_id: str, request: Request) -> JSONResponse:
 def _is_part_of(engine_id: str, request_id: str) -> bool:
     """Return whether vLLM made the engine's id from the id of an answer.
 
-    It puts the number of a choice before it, and that of a prompt and a random part after it.
+    It puts the number of a choice before it. After it comes that of a turn of `/v1/responses`, that
+    of a prompt, and a random part.
     """
     return (
-        re.fullmatch(rf"(\d+_)?{re.escape(request_id)}(-\d+)?(-[0-9a-f]{{8}})?", engine_id)
+        re.fullmatch(rf"(\d+_)?{re.escape(request_id)}(_\d+)?(-\d+)?(-[0-9a-f]{{8}})?", engine_id)
         is not None
     )
 

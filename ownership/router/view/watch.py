@@ -7,9 +7,16 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+from ownership.router.view.certainty import Reason
 from ownership.router.view.checks import Ask, Checks, base_models
 from ownership.router.view.event_reader import EventReader, event_sources
-from ownership.router.view.prompts import PrefixViews
+from ownership.router.view.prompts import PrefixViews, PromptView
+from ownership.router.view.trust import Kind
+
+_SAMPLE_S = 60.0
+"""Seconds between two samples of a kind of requests at a server that agrees with the router."""
+_SAMPLED = frozenset({Reason.UNCHECKED, Reason.TOKENS_DIFFER, Reason.KEYS_DIFFER})
+"""Only requests that are uncertain for no other reason are samples: a report of others differs."""
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +45,17 @@ class FleetWatch:
         self._probed: dict[str, frozenset[str]] = {}
         """The engines of each server when it was probed."""
         self._problems: dict[str, str] = {}
+        self._samples: dict[tuple[str, Kind], tuple[str, PromptView, str]] = {}
+        """The next one by server and kind: path, view and the id of the answer."""
+        self._sampled_s: dict[tuple[str, Kind], float] = {}
+        """The time of the last one that agreed."""
+
+    def on_answer(self, server: str, path: str, view: PromptView, answer_id: str) -> None:
+        """Compare this request with the server's report of it in the next round, if it is time."""
+        key = server, Kind.of(path)
+        last_s = self._sampled_s.get(key, -_SAMPLE_S)
+        if answer_id and self._clock() - last_s >= _SAMPLE_S and _SAMPLED.issuperset(view.reasons):
+            self._samples[key] = path, view, answer_id
 
     async def run(self) -> None:
         """Ask until the task is cancelled."""
@@ -70,10 +88,20 @@ class FleetWatch:
                 differences = await self._checks.probe(name, ask)
                 self._probed[name] = instances
                 self._tell(name, ", ".join(sorted(set(differences))))
+            await self._compare_samples(name, ask)
         except (OSError, ValueError, TimeoutError) as error:
             if name not in fleet.servers:
                 fleet.told(name, (), self._clock())
             self._tell(name, str(error) or type(error).__name__)
+
+    async def _compare_samples(self, name: str, ask: Ask) -> None:
+        for key in [x for x in self._samples if x[0] == name]:
+            path, view, answer_id = self._samples.pop(key)
+            difference = await self._checks.sample(name, ask, path, view, answer_id)
+            if difference is not None:
+                self._tell(name, f"{path}: {difference}")
+            elif self._views.trust.reason(*key) is None:
+                self._sampled_s[key] = self._clock()
 
     async def _follow_events(self, name: str, ask: Ask) -> bool:
         """Read the KV events of a server without chains; return False if it publishes none."""
@@ -114,6 +142,9 @@ class FleetWatch:
         self._probed.pop(name, None)
         self._problems.pop(name, None)
         self._views.trust.forget(name)
+        for kind in Kind:
+            self._samples.pop((name, kind), None)
+            self._sampled_s.pop((name, kind), None)
 
     def _tell(self, name: str, problem: str) -> None:
         """Log a problem once."""

@@ -339,6 +339,34 @@ def test_a_sample_compares_with_the_report_of_the_request() -> None:
     fleet.views.close()
 
 
+def test_answers_are_compared_until_they_agree_and_then_once_a_minute() -> None:
+    fleet, server, now_s = Fleet(), Server(model_tokenizer("llama3")), 0.0
+    watch = FleetWatch(fleet.views, lambda: {"http://one": server.ask}, clock=lambda: now_s)
+    talk = {"messages": [{"role": "user", "content": TEXT}]}
+    asyncio.run(watch.ask_all())
+    view = fleet.find(talk, "/v1/messages", now_s=1.0)
+    [chain] = view.chains.values()
+    right = {"prompt_tokens": chain.num_tokens, "chain": [chain.keys[-1].hex(), chain.ends[-1]]}
+    server.reports |= {"right": right, "wrong": {**right, "prompt_tokens": 1}}
+
+    def reasons_after(answer_id: str, view: PromptView = view) -> tuple[str, ...]:
+        watch.on_answer("http://one", "/v1/messages", view, answer_id)
+        asyncio.run(watch.ask_all())
+        return fleet.find(talk, "/v1/messages", now_s=now_s).reasons
+
+    assert reasons_after("") == ("unchecked",)
+    assert reasons_after("unknown") == ("unchecked",)
+    partly = replace(view, reasons=("media", "unchecked"))
+    assert reasons_after("right", partly) == ("unchecked",), "its report is of another length"
+    assert reasons_after("right") == ()
+    assert reasons_after("wrong") == (), "one has agreed in this minute"
+    now_s = 61.0
+    assert reasons_after("wrong") == ("tokens_differ",)
+    assert reasons_after("right") == reasons_after("right") == ("tokens_differ",)
+    assert reasons_after("right") == (), "three in a row"
+    fleet.views.close()
+
+
 def test_servers_are_probed_when_they_start_and_forgotten_when_they_leave(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
