@@ -18,6 +18,7 @@ from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.planner.profile import CostProfile
 from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.state_types import StateType
+from ownership.router.alike import pooled
 from ownership.router.view import PublishedChain
 from ownership.router.view.checks import Ask
 from ownership.scheduling import FleetView, StateFootprint, WorkerView
@@ -59,21 +60,23 @@ class WorkerFigures:
     def fleet(self, workers: Mapping[str, Role], published: Sequence[PublishedChain]) -> FleetView:
         """Return the view of these workers, of which there is at least one, without loads.
 
-        The model is the first one published. Workers that have told nothing have default costs.
+        The model is the first one published. Workers that have told nothing have default costs;
+        those that have measured little are taken to be like others of their kind (`alike`).
         """
         footprint, types = _UNKNOWN_MODEL, tuple[StateType, ...]()
         if published:
             model = published[0].model
             footprint = _footprint(model, published[0].chunk_tokens)
             types = tuple(model.state_types)
+        told = {name: self._known.get(name, Figures()) for name in workers}
+        profiles = pooled({name: x.profile for name, x in told.items() if x.profile is not None})
         views = []
         for name, role in workers.items():
-            known = self._known.get(name, Figures())
-            if known.profile is None:
-                costs = CostModel(ComputeRegression(), LoadModel(types))
+            if name in profiles:
+                costs = profiles[name].cost_model(types)
             else:
-                costs = known.profile.cost_model(types)
-            page_bytes = int(known.page_tokens * footprint.page_bytes_per_token)
+                costs = CostModel(ComputeRegression(), LoadModel(types))
+            page_bytes = int(told[name].page_tokens * footprint.page_bytes_per_token)
             views.append(WorkerView(name, costs, page_bytes or _UNKNOWN_BYTES, role))
         return FleetView(footprint, views)
 
