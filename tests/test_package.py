@@ -29,7 +29,11 @@ ONLY_IN = {
         "hetero_connector/engine/scheduler/spans.py",
         "ownership/router/spans.py",
     ),
-    "starlette": ("hetero_connector/engine/api/", "ownership/router/"),
+    "starlette": (
+        "hetero_connector/engine/api/",
+        "hetero_connector/live_page/",
+        "ownership/router/",
+    ),
     "uvicorn": ("ownership/router/",),
     "aiohttp": ("ownership/router/",),
     "zmq": ("ownership/router/view/event_reader.py",),

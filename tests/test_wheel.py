@@ -99,7 +99,8 @@ def test_types_and_scripts_are_in_the_wheel(wheel: zipfile.ZipFile) -> None:
 def test_the_live_page_is_in_the_wheel_with_the_licence_of_its_library(
     wheel: zipfile.ZipFile,
 ) -> None:
-    folder = ROOT / "hetero_connector/engine/api/page"
-    files = {p.relative_to(ROOT).as_posix() for p in folder.iterdir()}
-    assert {f"{folder.relative_to(ROOT)}/{x}" for x in ("index.html", "uPlot.LICENSE")} <= files
+    shared, own = "hetero_connector/live_page/page", "hetero_connector/engine/api/page"
+    paths = [path for folder in (shared, own) for path in (ROOT / folder).iterdir()]
+    files = {path.relative_to(ROOT).as_posix() for path in paths}
+    assert {f"{own}/main.html", f"{shared}/uPlot.LICENSE"} <= files
     assert files <= set(wheel.namelist())

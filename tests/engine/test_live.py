@@ -17,11 +17,14 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.responses import JSONResponse
 
-from hetero_connector.engine.api import dashboard, live
-from hetero_connector.engine.api.dashboard import Dashboard
-from hetero_connector.engine.api.live import MAX_VIEWERS, Feed, make_live_router
+from hetero_connector.engine.api import live
+from hetero_connector.engine.api.live import Dashboard, engine_feed, make_live_router
+from hetero_connector.live_page import feed as live_feed
+from hetero_connector.live_page.feed import MAX_VIEWERS, Feed
 
-PAGE = Path(dashboard.__file__).parent / "page"
+PAGE = Path(live.__file__).parent / "page"
+SHARED = Path(live_feed.__file__).parent / "page"
+FILES = [path for folder in (PAGE, SHARED) for path in sorted(folder.glob("*.[hj]*"))]
 PERIOD_S = 0.05
 LIVE = "/v1/heterocache/live"
 
@@ -98,7 +101,7 @@ def engines() -> CountingEngines:
 
 @pytest.fixture
 def feed(engines: CountingEngines) -> Feed:
-    return Feed(engines, PERIOD_S)  # type: ignore[arg-type]
+    return engine_feed(engines, PERIOD_S)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -148,7 +151,7 @@ def test_a_viewer_gets_one_event_after_another(service: Service) -> None:
 
 
 def test_all_viewers_together_are_one_reader(engines: CountingEngines) -> None:
-    service = Service(Feed(engines, 0.25))  # type: ignore[arg-type]
+    service = Service(engine_feed(engines, 0.25))  # type: ignore[arg-type]
     viewers = [Viewer(service.get(LIVE)) for _ in range(8)]
     seen = [[viewer.next()["engines"][0]["asked"] for _ in range(4)] for viewer in viewers]
     for numbers in seen:
@@ -188,7 +191,7 @@ def test_one_viewer_too_many_is_told_so(feed: Feed, service: Service) -> None:
 def test_a_viewer_that_does_not_read_is_dropped(
     engines: CountingEngines, feed: Feed, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "_VIEWER_PATIENCE_S", 0.3)
+    monkeypatch.setattr(live_feed, "_VIEWER_PATIENCE_S", 0.3)
     engines.answer = lambda asked: "x" * 4_000_000
     viewer = Viewer(service.get(LIVE))
     wait_for(lambda: feed.viewers == 0)
@@ -227,7 +230,7 @@ def test_the_page_needs_no_key_and_its_data_does(service: Service) -> None:
     page = service.get("/v1/heterocache/dashboard", key="wrong")
     assert page.status_code == 200
     assert page.headers["content-type"] == "text/html; charset=utf-8"
-    assert page.read() == (PAGE / "index.html").read_bytes()
+    assert (PAGE / "main.html").read_bytes() in page.read()
     assert service.get(LIVE, key="wrong").status_code == 401
     for path in ("", "/status", "/dashboards", "/dashboard/%2e%2e/live"):
         assert service.get(f"/v1/heterocache{path}", key="wrong").status_code == 401
@@ -236,9 +239,9 @@ def test_the_page_needs_no_key_and_its_data_does(service: Service) -> None:
 def test_every_file_that_the_page_names_is_served_and_may_only_use_this_server(
     service: Service,
 ) -> None:
-    html = (PAGE / "index.html").read_text()
+    html = service.get("/v1/heterocache/dashboard").read().decode()
     named = re.findall(r'(?:href|src)="([^"]+)"', html)
-    for script in PAGE.glob("*.js"):
+    for script in FILES:
         named += [f"dashboard/{x}" for x in re.findall(r'from "\./([^"]+)"', script.read_text())]
     assert {"dashboard/uPlot.js", "dashboard/feed.js", "dashboard/icon.svg"} <= set(named)
     for name in named:
@@ -258,13 +261,13 @@ def test_a_link_with_a_slash_at_its_end_leads_to_the_page(service: Service) -> N
     assert answer.headers["location"] == "../dashboard"
 
 
-OURS = sorted(x.name for x in PAGE.glob("*.[hj]*") if "uPlot" not in x.name)
+OURS = [x for x in FILES if "uPlot" not in x.name]
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_no_text_becomes_html(name: str) -> None:
+@pytest.mark.parametrize("path", OURS, ids=lambda path: path.name)
+def test_no_text_becomes_html(path: Path) -> None:
     """Clients choose names that the page shows."""
-    source = (PAGE / name).read_text()
+    source = path.read_text()
     ways = (
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|srcdoc| on\w+="
     )
@@ -273,5 +276,5 @@ def test_no_text_becomes_html(name: str) -> None:
 
 
 def test_the_vendored_library_has_its_licence() -> None:
-    assert "(v1.6.32)" in (PAGE / "uPlot.js").read_text()[:100]
-    assert (PAGE / "uPlot.LICENSE").read_text().startswith("The MIT License (MIT)")
+    assert "(v1.6.32)" in (SHARED / "uPlot.js").read_text()[:100]
+    assert (SHARED / "uPlot.LICENSE").read_text().startswith("The MIT License (MIT)")

@@ -46,8 +46,7 @@ class HeteroRoutes:
     ) -> None:
         """Keep in `state` what the routes need. A server without engines has no client."""
         from hetero_connector.engine.api.command_routes import has_api_key
-        from hetero_connector.engine.api.dashboard import Dashboard
-        from hetero_connector.engine.api.live import Feed
+        from hetero_connector.engine.api.live import Dashboard, engine_feed
 
         stack = self._app.middleware_stack or self._app.build_middleware_stack()
         self._app.middleware_stack = Dashboard(stack)  # before vLLM's own, which is complete now
@@ -57,4 +56,4 @@ class HeteroRoutes:
             True for _ in extra_configs(engine_client.vllm_config.kv_transfer_config)
         ):
             state.heterocache_engines = Engines.of(engine_client.vllm_config)
-            state.heterocache_feed = Feed(state.heterocache_engines)
+            state.heterocache_feed = engine_feed(state.heterocache_engines)

@@ -1,5 +1,7 @@
 // What the page shows of all engines, or of one: plain values, no document.
 
+import { addAll, sum } from "./units.js";
+
 export const SOURCES = [
   ["engine_cache", "HBM", "--hbm"],
   ["dram", "DRAM", "--dram"],
@@ -8,9 +10,12 @@ export const SOURCES = [
   ["computed", "Computed", "--computed"],
 ].map(([key, name, color]) => ({ key, name, color }));
 
-const BIN_S = 2;
-const BINS = 150;
-const FEWEST_BINS = 30;
+export const CHOICES = [
+  { key: "load", name: "load", color: "--dram" },
+  { key: "load_part", name: "load a part", color: "--ssd" },
+  { key: "replay", name: "load and replay a window", color: "--peer" },
+  { key: "compute", name: "compute", color: "--computed" },
+];
 
 // One value for several engines: tokens, tiers and counts add up, and a part works if it does everywhere.
 export function merge(engines) {
@@ -40,8 +45,6 @@ export function merge(engines) {
   };
 }
 
-export const sum = (values) => values.reduce((a, b) => a + b, 0);
-
 export const total = (counts, name) => sum((counts[name] ?? []).map((x) => x.count));
 
 // Causes of a failed load that a tier which is too small or too slow explains, too.
@@ -67,51 +70,8 @@ export function causes(counts, name) {
   return Object.entries(byCause).map(([cause, n]) => (cause ? `${cause}: ${n}` : `${n}`)).join(", ");
 }
 
-function addAll(sums, more) {
-  for (const [key, value] of Object.entries(more)) sums[key] = (sums[key] ?? 0) + value;
-}
-
-// Tokens of each source in the last five minutes, in bins; and what was counted since the page is open.
-export class Recent {
-  #last = new Map();
-  #bins = new Map();
-
-  add(engines) {
-    for (const { engine, now, tokens, counts } of engines) {
-      const key = `${engine.engine} ${engine.started}`; // another process counts from zero
-      const before = this.#last.get(key);
-      const named = splitFailures(counts);
-      const errors = sum(["faults", "heterocache_hook_errors", "heterocache_directory_failures"].map((x) => total(named, x)));
-      this.#last.set(key, { tokens, errors });
-      if (!before) continue;
-      const bin = this.#bin(Math.floor(now / BIN_S));
-      for (const { key: source } of SOURCES) {
-        // What is counted as computed may turn out to be restored.
-        bin[source] += tokens[source] - before.tokens[source];
-      }
-      bin.errors += errors - before.errors;
-    }
-    const oldest = Math.max(...this.#bins.keys()) - BINS;
-    for (const at of this.#bins.keys()) if (at < oldest) this.#bins.delete(at);
-  }
-
-  // [times, tokens per second of each source], for the chart.
-  series(now) {
-    const last = Math.floor(now / BIN_S);
-    const length = Math.max(FEWEST_BINS, Math.min(BINS, last - Math.min(last, ...this.#bins.keys()) + 1));
-    const bins = Array.from({ length }, (_, i) => last - length + 1 + i);
-    const rate = (key) => bins.map((at) => Math.max(0, this.#bins.get(at)?.[key] ?? 0) / BIN_S);
-    return [bins.map((at) => at * BIN_S), ...SOURCES.map(({ key }) => rate(key))];
-  }
-
-  totals() {
-    const totals = { errors: 0 };
-    for (const bin of this.#bins.values()) addAll(totals, bin);
-    return totals;
-  }
-
-  #bin(at) {
-    if (!this.#bins.has(at)) this.#bins.set(at, Object.fromEntries([...SOURCES.map((x) => [x.key, 0]), ["errors", 0]]));
-    return this.#bins.get(at);
-  }
+// What is counted for the chart and since the page is open. What is counted as computed may turn out to be restored.
+export function countersOf({ tokens, counts }) {
+  const named = splitFailures(counts);
+  return { ...tokens, errors: sum(["faults", "heterocache_hook_errors", "heterocache_directory_failures"].map((x) => total(named, x))) };
 }

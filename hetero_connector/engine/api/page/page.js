@@ -1,64 +1,18 @@
 // The live page: it follows the server's events and shows the newest.
-//
-// Clients choose the names of requests. All text goes in as text, never as HTML.
 
-import { CHOICES, timesChart, tokensChart } from "./charts.js";
-import { follow, keepKey } from "./feed.js";
-import { Recent, SOURCES, causes, merge, sum, total } from "./model.js";
-import { bytes, clock, count, median, seconds, share, span } from "./units.js";
+import { barsChart, timesChart } from "./charts.js";
+import { bar, byId, element, none, number, replace, row, showRows, swatch, tierCard, tierName, tile } from "./elements.js";
+import { choose, live, lose, sayTroubles, start } from "./frame.js";
+import { CHOICES, SOURCES, causes, countersOf, merge, total } from "./model.js";
+import { Recent } from "./recent.js";
+import { bytes, clock, count, median, seconds, share, span, sum } from "./units.js";
 
 const ROWS = 12;
-const TIERS = { dram: "DRAM", ssd: "SSD", peer: "Peer" };
-const byId = (id) => document.getElementById(id);
 
-const recent = new Recent();
+const recent = new Recent([...SOURCES.map((x) => x.key), "errors"]);
 let newest = null; // the newest event of which at least one engine has answered
-let seen = 0; // when it came, in seconds
-
-// Elements
-
-function element(tag, properties = {}, ...children) {
-  const made = Object.assign(document.createElement(tag), properties);
-  made.append(...children);
-  return made;
-}
-
-function swatch(color, more = "") {
-  const made = element("i", { className: `swatch ${more}` });
-  made.style.background = `var(${color})`;
-  return made;
-}
-
-// A bar of parts [color, share of the whole, opacity, title].
-function bar(parts, more = "") {
-  const made = element("div", { className: `bar ${more}` });
-  for (const [color, part, opacity, title] of parts) {
-    if (!(part > 0)) continue;
-    const piece = element("i", { title });
-    piece.style.cssText = `width: ${100 * part}%; min-width: 2px; opacity: ${opacity}; background: var(${color})`;
-    made.append(piece);
-  }
-  return made;
-}
-
-function row(...cells) {
-  return element("tr", {}, ...cells.map((cell) => (cell instanceof HTMLTableCellElement ? cell : element("td", {}, cell))));
-}
-
-const number = (text, title = "") => element("td", { className: "number", title }, text);
-const none = (columns, text) => row(element("td", { className: "empty", colSpan: columns }, text));
-
-// Replace a list's rows, but not while their text is being selected.
-function replace(id, children) {
-  const parent = byId(id), selection = getSelection();
-  if (selection.isCollapsed || !parent.contains(selection.anchorNode)) parent.replaceChildren(...children);
-}
 
 // Sections
-
-function tile(title, value, note) {
-  return element("div", { className: "tile" }, element("h2", {}, title), element("strong", {}, value), element("span", {}, note));
-}
 
 function showTiles(view) {
   const now = recent.totals(), prompt = sum(SOURCES.map((x) => now[x.key] ?? 0));
@@ -78,7 +32,7 @@ function showTiles(view) {
     tile(
       "Stored",
       bytes(sum(view.tiers.flatMap((x) => Object.values(x.bytes)))),
-      view.tiers.map((x) => `${TIERS[x.tier] ?? x.tier} ${share(sum(Object.values(x.bytes)), x.capacity_bytes)} full`).join(", "),
+      view.tiers.map((x) => `${tierName(x.tier)} ${share(sum(Object.values(x.bytes)), x.capacity_bytes)} full`).join(", "),
     ),
     tile("Sessions", count(view.sessions.length), `${running} running, ${soon} expected within a minute`),
   ]);
@@ -90,7 +44,7 @@ function showTokens(view) {
   replace("tokens", shown.map(({ key, name, color }) => element(
     "li", { id: `tokens-${key}` }, swatch(color), name, element("b", {}, count(view.tokens[key])), element("span", {}, share(view.tokens[key], all)),
   )));
-  drawTokens(recent.series(view.now));
+  drawTokens(recent.series(view.now, SOURCES.map((x) => x.key)));
 }
 
 function showPoint(point) {
@@ -100,27 +54,10 @@ function showPoint(point) {
 }
 
 function showTiers(view) {
-  replace("tiers", view.tiers.map((tier) => {
-    const kinds = Object.keys(tier.bytes), used = sum(Object.values(tier.bytes)), color = tier.tier === "ssd" ? "--ssd" : "--dram";
-    const opacity = (i) => 1 - (0.72 * i) / Math.max(1, kinds.length);
-    return element(
-      "div", { className: "tier", id: `tier-${tier.tier}` },
-      element("h3", {}, TIERS[tier.tier] ?? tier.tier, element("span", { title: `${count(used)} of ${count(tier.capacity_bytes)} bytes` },
-        `${bytes(used)} of ${bytes(tier.capacity_bytes)} (${share(used, tier.capacity_bytes)})`)),
-      bar(kinds.map((kind, i) => [color, tier.bytes[kind] / tier.capacity_bytes, opacity(i), kind])),
-      element("table", {}, element("thead", {}, row(
-        element("th", {}, "State type"), element("th", { className: "number" }, "Bytes"),
-        element("th", { className: "number" }, "Slots used"), element("th", { className: "number", title: "If it had the whole tier" }, "at most"),
-      )), element("tbody", {}, ...kinds.map((kind, i) => {
-        const mark = swatch(color);
-        mark.style.opacity = opacity(i);
-        return row(
-          element("td", {}, mark, ` ${kind.replaceAll("_", " ")}`), number(bytes(tier.bytes[kind]), `${count(tier.bytes[kind])} bytes`),
-          number(count(tier.artifacts[kind])), number(count(tier.max_artifacts[kind])),
-        );
-      }))),
-    );
-  }));
+  replace("tiers", view.tiers.map((tier) => tierCard(tier, [
+    ["Slots used", "", (kind) => count(tier.artifacts[kind])],
+    ["at most", "If it had the whole tier", (kind) => count(tier.max_artifacts[kind])],
+  ])));
 }
 
 // Rows of [name, "good" | "warn" | "bad" | "", what it is, what to say of it at the top].
@@ -149,10 +86,6 @@ function judge({ health, counts, draining }) {
   const refused = total(counts, "heterocache_ssd_writes_refused");
   if (refused) rows.push(["SSD writes refused", "warn", count(refused), null]);
   return rows;
-}
-
-function showHealth(rows) {
-  replace("health", rows.map(([name, state, text]) => element("li", { className: state }, element("span", {}, name), element("b", {}, text))));
 }
 
 function showTimes(view) {
@@ -214,7 +147,7 @@ function showSessions(view) {
       activity(x), expected(x), number(count(x.turns)), number(count(x.tokens)),
       number(`${count(x.resumable_tokens)} (${share(x.resumable_tokens, x.tokens)})`),
       chunks
-        ? element("td", {}, bar(places.map(({ key, color }) => [color, x.chunks_by_tier[key] / chunks, 1, ""]), "small"), tiers.map(([tier, n]) => `${TIERS[tier] ?? tier} ${share(n, chunks)}`).join(", "))
+        ? element("td", {}, bar(places.map(({ key, color }) => [color, x.chunks_by_tier[key] / chunks, 1, ""]), "small"), tiers.map(([tier, n]) => `${tierName(tier)} ${share(n, chunks)}`).join(", "))
         : element("td", {}, element("span", { className: "soft" }, "not stored")),
     );
   });
@@ -224,36 +157,19 @@ function showSessions(view) {
 
 // The whole
 
-const drawTokens = tokensChart(byId("tokens-chart"), showPoint);
-const drawTimes = timesChart(byId("times-chart"));
+const drawTokens = barsChart(byId("tokens-chart"), SOURCES, "tokens/s", showPoint);
+const drawTimes = timesChart(byId("times-chart"), CHOICES);
 showPoint(null);
-
-function say(sentence, state) {
-  const notice = byId("notice");
-  if (notice.textContent !== sentence) notice.textContent = sentence;
-  notice.className = state;
-}
-
-function connection(text, state) {
-  const pill = byId("connection");
-  pill.textContent = text;
-  pill.className = `pill ${state}`;
-}
 
 // A model in a local folder goes by the folder's name.
 const nameOf = (model) => (model.startsWith("/") ? model.split("/").filter(Boolean).at(-1) : model);
 
 function showEngines(good) {
-  const names = ["all engines", ...good.map((x) => x.engine.engine)], choice = byId("choice");
-  if (names.join() !== [...choice.options].map((x) => x.value).join()) {
-    const chosen = choice.value;
-    choice.replaceChildren(...names.map((name) => element("option", { value: name }, name)));
-    choice.value = names.includes(chosen) ? chosen : names[0];
-  }
-  choice.hidden = good.length < 2;
-  const chosen = good.filter((x) => choice.value === names[0] || x.engine.engine === choice.value);
+  const names = ["all engines", ...good.map((x) => x.engine.engine)], name = choose("choice", names);
+  byId("choice").hidden = good.length < 2;
+  const chosen = good.filter((x) => name === names[0] || x.engine.engine === name);
   const first = chosen[0], models = [...new Set(chosen.map((x) => nameOf(x.engine.model)))];
-  byId("engine").textContent = `${models.join(", ")} · up ${span(first.now - first.engine.started)}`;
+  byId("subject").textContent = `${models.join(", ")} · up ${span(first.now - first.engine.started)}`;
   byId("about").textContent = `heterocache ${first.engine.heterocache}, vLLM ${first.engine.vllm}, ${count(first.engine.chunk_tokens)} tokens in a chunk, process ${chosen.map((x) => x.engine.pid).join(", ")}, fingerprint ${first.engine.fingerprint.slice(0, 16)}`;
   return chosen;
 }
@@ -261,55 +177,26 @@ function showEngines(good) {
 function show(event) {
   const good = event.engines.filter((x) => !x.error), gone = event.engines.filter((x) => x.error);
   const missing = event.count - event.engines.length;
-  byId("key").hidden = true;
   if (!good.length) {
     lose(gone.length ? `The engine is gone. ${gone.map((x) => x.error).join(" ")}` : "No engine of this server has opened a socket on this host: see the engines' logs.");
     return;
   }
   newest = event;
-  seen = Date.now() / 1000;
-  recent.add(good);
-  byId("figures").hidden = false;
-  byId("figures").classList.remove("old");
-  const view = merge(showEngines(good)), rows = judge(view);
+  // Another process of the same name counts from zero.
+  for (const x of good) recent.add(`${x.engine.engine} ${x.engine.started}`, x.now, countersOf(x));
+  const view = merge(showEngines(good)), rows = judge(view), all = sum(Object.values(view.tokens));
+  live(`${share(all - view.tokens.computed, all)} reused`);
   showTiles(view);
   showTokens(view);
-  showHealth(rows);
+  showRows("health", rows);
   showTiers(view);
   showTimes(view);
   showDecisions(view);
   showSessions(view);
-  const troubles = rows.filter(([, state, , trouble]) => trouble && (state === "bad" || state === "warn"));
-  const sentences = [...gone.map((x) => `An engine is gone: ${x.error}.`), ...troubles.map((x) => x[3])];
-  if (missing > 0) sentences.push(`${missing} of ${event.count} engines of this server run on other hosts, or have no socket yet: they are not in these figures.`);
-  say(sentences.join(" ") || "All is well.", troubles.some((x) => x[1] === "bad") || gone.length ? "bad" : sentences.length ? "warn" : "good");
-  connection("live", "good");
-  const all = sum(Object.values(view.tokens));
-  document.title = `${share(all - view.tokens.computed, all)} reused · HeteroCache`;
-}
-
-function lose(sentence) {
-  byId("figures").classList.add("old");
-  connection("no connection", "bad");
-  document.title = "no connection · HeteroCache";
-  say(`${sentence} ${seen ? `The figures are those of ${clock(seen)}. ` : ""}Trying again every 2 s.`, "bad");
-}
-
-function askKey(wasRefused) {
-  byId("key").hidden = false;
-  byId("key-problem").textContent = wasRefused ? "The server has refused this key." : "";
-  byId("key-text").focus();
-  connection("no key", "");
-  say("The figures of this server need its API key.", "warn");
-  return new Promise((resolve) => {
-    byId("key").addEventListener("submit", (event) => {
-      event.preventDefault();
-      keepKey(byId("key-text").value);
-      byId("key-text").value = "";
-      resolve();
-    }, { once: true });
-  });
+  const others = gone.map((x) => ["bad", `An engine is gone: ${x.error}.`]);
+  if (missing > 0) others.push(["warn", `${missing} of ${event.count} engines of this server run on other hosts, or have no socket yet: they are not in these figures.`]);
+  sayTroubles(rows, others);
 }
 
 byId("choice").addEventListener("change", () => newest && show(newest));
-follow("live", { event: show, lost: lose, key: askKey });
+start("live", "HeteroCache", show);

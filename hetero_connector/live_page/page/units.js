@@ -34,3 +34,9 @@ export function median(values) {
   if (!sorted.length) return null;
   return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
 }
+
+export const sum = (values) => values.reduce((a, b) => a + b, 0);
+
+export function addAll(sums, more) {
+  for (const [key, value] of Object.entries(more)) sums[key] = (sums[key] ?? 0) + value;
+}

@@ -1,14 +1,8 @@
 // The two charts, on uPlot.
 
-import { SOURCES } from "./model.js";
 import { clock, seconds } from "./units.js";
 
-export const CHOICES = [
-  { key: "load", name: "load", color: "--dram" },
-  { key: "load_part", name: "load a part", color: "--ssd" },
-  { key: "replay", name: "load and replay a window", color: "--peer" },
-  { key: "compute", name: "compute", color: "--computed" },
-];
+const FEWEST = 10; // of what is counted in a second, at the top of the scale
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -51,20 +45,20 @@ class Chart {
 
 const compact = new Intl.NumberFormat("en", { notation: "compact" });
 
-// Tokens per second by source, stacked: each series is drawn over the one that it is a part of.
+// Rates by kind, stacked: each series is drawn over the one that it is a part of.
 // onPoint gets a point's time and its values, or null.
-export function tokensChart(element, onPoint) {
+export function barsChart(element, kinds, label, onPoint) {
   let rates = null;
   const chart = new Chart(element, () => ({
-    scales: { x: { range: (_, first, last) => [first - 1, last + 1] }, y: { range: (_, __, most) => [0, Math.max(10, 1.08 * most)] } },
+    scales: { x: { range: (_, first, last) => [first - 1, last + 1] }, y: { range: (_, __, most) => [0, Math.max(FEWEST, 1.08 * most)] } },
     axes: [
       axis({ size: 28, space: 90, values: (_, times, __, ___, step) => times.map((t) => clock(t).slice(0, step < 60 ? 8 : 5)), incrs: [10, 30, 60] }),
-      axis({ size: 54, values: (_, values) => values.map((v) => compact.format(v)), label: "tokens/s", labelSize: 18 }),
+      axis({ size: 54, values: (_, values) => values.map((v) => compact.format(v)), label, labelSize: 18 }),
     ],
     cursor: { y: false, points: { show: false }, drag: { setScale: false, x: false } },
     hooks: { setCursor: [({ cursor: { idx } }) => onPoint(idx === null || idx === undefined ? null : { time: rates[0][idx], values: rates.slice(1).map((x) => x[idx]) })] },
-    series: [{}, ...SOURCES.toReversed().map((source) => ({
-      fill: color(source.color),
+    series: [{}, ...kinds.toReversed().map((kind) => ({
+      fill: color(kind.color),
       width: 0,
       points: { show: false },
       paths: uPlot.paths.bars({ size: [0.86, 40] }),
@@ -81,8 +75,8 @@ export function tokensChart(element, onPoint) {
   };
 }
 
-// Predicted against observed seconds, both logarithmic; on the line they are equal.
-export function timesChart(element) {
+// Predicted against observed seconds by choice, both logarithmic; on the line they are equal.
+export function timesChart(element, choices) {
   let range = [0.001, 1];
   const scale = () => ({ time: false, distr: 3, range: () => range });
   const powers = (_, values) => values.map((v) => (Math.abs(Math.log10(v) - Math.round(Math.log10(v))) < 1e-9 ? v : null));
@@ -99,7 +93,7 @@ export function timesChart(element) {
     ],
     cursor: { show: false },
     hooks: { drawAxes: [drawEquality] },
-    series: [null, ...CHOICES.map((choice) => ({ fill: color(choice.color), paths: drawDots }))],
+    series: [null, ...choices.map((choice) => ({ fill: color(choice.color), paths: drawDots(choice.color) }))],
   }));
   return (points) => {
     const values = points.flat(2);
@@ -122,11 +116,11 @@ function drawEquality(plot) {
   ctx.restore();
 }
 
-function drawDots(plot, series) {
+const drawDots = (name) => (plot, series) => {
   const { ctx } = plot, radius = 4 * devicePixelRatio;
   uPlot.orient(plot, series, (_, xs, ys, scaleX, scaleY, toX, toY, left, top, width, height) => {
     ctx.save();
-    ctx.fillStyle = color(CHOICES[series - 1].color);
+    ctx.fillStyle = color(name);
     ctx.globalAlpha = 0.8;
     plot.data[series][0].forEach((x, i) => {
       ctx.beginPath();
@@ -136,4 +130,4 @@ function drawDots(plot, series) {
     ctx.restore();
   });
   return null;
-}
+};
