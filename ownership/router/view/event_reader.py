@@ -99,6 +99,9 @@ class EventReader:
         connections: dict[tuple[str, EventSource], _Connection] = {}
         while not self._is_ending.is_set():
             self._connect(context, poller, connections)
+            if not connections:  # a poll of nothing does not wait
+                self._is_ending.wait(1e-3 * _POLL_MS)
+                continue
             ready = dict(poller.poll(_POLL_MS))
             now_s = monotonic()
             for connection in connections.values():

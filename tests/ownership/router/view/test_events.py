@@ -290,6 +290,17 @@ def test_events_that_vllm_no_longer_repeats_are_missed_until_it_starts_again() -
         assert router.seen(later_s=SILENT_S + 5.0)[1] == ("events_silent",)
 
 
+def test_a_router_without_event_streams_uses_no_cpu_for_them() -> None:
+    """A poll of no sockets returns at once."""
+    reader = EventReader()
+    time.sleep(0.05)
+    used_s = -time.process_time()
+    time.sleep(0.4)
+    used_s += time.process_time()
+    reader.close()
+    assert used_s < 0.1
+
+
 def test_sources_are_those_of_the_server_s_answer() -> None:
     shown = {"endpoint": "tcp://*:5557", "publisher": "zmq", "replay_endpoint": None}
     for host, found in (("10.0.0.1", "tcp://10.0.0.1:5557"), ("::1", "tcp://[::1]:5557")):
