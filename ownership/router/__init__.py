@@ -8,6 +8,8 @@
 - `config` is the file, `doors` the paths and their errors, `metrics` what is counted.
 - `policy_placer` places by `ownership.scheduling`: `figures` are the workers' own costs, `reports`
   their own loads; `opening` makes it from the configuration, `decision_log` writes what it decided.
+- `selection` and `ext_proc` are other faces: proxies that send themselves ask there where to, and
+  `reservations` counts what they send.
 - `shared_ledger`: what several routers have under way, as each knows it; `peers` carries their
   messages through Redis.
 - `spans` makes OpenTelemetry spans, if a collector is configured.

@@ -9,6 +9,7 @@ from starlette.types import Send
 
 from ownership.router.doors import Api, Refusal, error_body, error_event
 from ownership.router.placer import Placed
+from ownership.router.requests import Headers
 
 _EVENT_BYTES = 1024 * 1024
 """Events are sent whole, up to this size."""
@@ -20,16 +21,42 @@ class AnswerCutError(Exception):
     """An answer that is no stream ended in its middle, so the server closes its connection."""
 
 
+class EventSplitter:
+    """Cuts a stream of server-sent events where one is complete, and counts them."""
+
+    def __init__(self) -> None:
+        self.rest = b""
+        """The begin of an event that is not complete."""
+        self.count = 0
+        """Events that were complete."""
+
+    def split(self, part: bytes) -> bytes:
+        """Return the events that are complete now; keep the rest."""
+        data = self.rest + part if self.rest else part
+        end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\r\n\r\n") + 4)
+        if end < 4 and len(data) < _EVENT_BYTES:  # neither was found: -1 + 4 is 3
+            self.rest = data
+            return b""
+        if end < 4:
+            end = len(data)
+        self.rest = data[end:]
+        self.count += data.count(b"data:", 0, end)
+        return data[:end] if self.rest else data
+
+
 class Answer:
     """One answer. `status` is 0 until its head is sent, after which no other can be sent."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._has_events = False
-        self._held = b""
+        self._events = EventSplitter()
         self.status = 0
-        self.num_events = 0
+
+    @property
+    def num_events(self) -> int:
         """Events sent."""
+        return self._events.count
 
     async def start(self, response: aiohttp.ClientResponse, placed: Placed) -> None:
         """Send the head of a worker's answer, the worker's name, and how it was chosen."""
@@ -38,10 +65,7 @@ class Answer:
         raw = response.raw_headers
         headers = [(name.lower(), value) for name, value in raw]
         headers = [x for x in headers if x[0] not in _OF_CONNECTION]
-        headers.append((b"x-heterocache-worker", placed.worker.name.encode()))
-        if placed.certainty:
-            headers.append((b"x-heterocache-placement", _description(placed)))
-        await self._start(response.status, headers)
+        await self._start(response.status, headers + placement_headers(placed))
 
     async def send(self, part: bytes) -> None:
         """Send a part of the body; of a stream as many events as are complete.
@@ -49,13 +73,13 @@ class Answer:
         Waits while the client has not read what was sent before.
         """
         if self._has_events:
-            part = self._whole_events(part)
+            part = self._events.split(part)
         if part:
             await self._send({"type": "http.response.body", "body": part, "more_body": True})
 
     async def end(self) -> None:
         """Send what is left."""
-        await self._send({"type": "http.response.body", "body": self._held})
+        await self._send({"type": "http.response.body", "body": self._events.rest})
 
     async def cut(self, api: Api, refusal: Refusal) -> None:
         """End an answer whose worker was lost: a stream by an event that says so.
@@ -69,38 +93,38 @@ class Answer:
     async def refuse(self, api: Api, refusal: Refusal) -> None:
         """Send an answer of the router's own."""
         body = error_body(api, refusal)
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"x-heterocache-reason", refusal.reason.encode()),
-        ]
-        if refusal.retry_after_s is not None:
-            headers.append((b"retry-after", str(refusal.retry_after_s).encode()))
-        await self._start(refusal.status, headers)
+        length = (b"content-length", str(len(body)).encode())
+        await self._start(refusal.status, [*refusal_headers(refusal), length])
         await self._send({"type": "http.response.body", "body": body})
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
-    def _whole_events(self, part: bytes) -> bytes:
-        """Return the events that are complete now; keep the rest."""
-        data = self._held + part if self._held else part
-        end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\r\n\r\n") + 4)
-        if end < 4 and len(data) < _EVENT_BYTES:  # neither was found: -1 + 4 is 3
-            self._held = data
-            return b""
-        if end < 4:
-            end = len(data)
-        self._held = data[end:]
-        self.num_events += data.count(b"data:", 0, end)
-        return data[:end] if self._held else data
-
 
 def answer_id(begin: bytes) -> str:
     """Return the id in an answer, or in a stream's first event; "" if it has none."""
     found = _ID.search(begin)
     return found[1].decode() if found else ""
+
+
+def placement_headers(placed: Placed) -> Headers:
+    """Return what the client is told of a placement."""
+    headers = [(b"x-heterocache-worker", placed.worker.name.encode())]
+    if placed.certainty:
+        headers.append((b"x-heterocache-placement", _description(placed)))
+    return headers
+
+
+def refusal_headers(refusal: Refusal) -> Headers:
+    """Return the headers of a refusal, but for its length."""
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"x-heterocache-reason", refusal.reason.encode()),
+    ]
+    if refusal.retry_after_s is not None:
+        headers.append((b"retry-after", str(refusal.retry_after_s).encode()))
+    return headers
 
 
 def _description(placed: Placed) -> bytes:

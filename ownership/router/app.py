@@ -77,6 +77,12 @@ class _Router:
             await discovery.look()
             looking = asyncio.get_running_loop().create_task(discovery.run())
             stack.callback(looking.cancel)
+            if self._config.ext_proc_port is not None:
+                from ownership.router.ext_proc import Parts, endpoint_picker
+
+                parts = Parts(self._config, self._proxy, placer, self._metrics, spans)
+                picker = endpoint_picker(parts, self._config.ext_proc_port, self._is_ready)
+                app.state.ext_proc_port = await stack.enter_async_context(picker)
             yield
 
     async def proxy(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,9 +99,11 @@ class _Router:
     async def ready(self, request: Request) -> Response:
         """Answer 200 if a worker serves, else 503."""
         states = {worker.name: worker.state for worker in self._workers}
-        is_ready = WorkerState.UP in states.values()
         body = msgspec.json.encode({"workers": states})
-        return Response(body, 200 if is_ready else 503, media_type="application/json")
+        return Response(body, 200 if self._is_ready() else 503, media_type="application/json")
+
+    def _is_ready(self) -> bool:
+        return any(worker.state is WorkerState.UP for worker in self._workers)
 
     async def show_metrics(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")

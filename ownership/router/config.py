@@ -264,6 +264,13 @@ class RouterConfig:
     )
     host: str = declare("address", values.worker_name, "Address to listen at", "0.0.0.0")
     port: int = declare("port", _port, "Port to listen at", 8080)
+    ext_proc_port: int | None = declare(
+        "port",
+        _port,
+        "Port of the endpoint picker for Envoy, by gRPC without TLS. Needs the extra `ext-proc`",
+        None,
+        unset="none",
+    )
     api_keys: tuple[bytes, ...] = declare(
         "path",
         _secrets,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Container, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from io import BytesIO
 from time import monotonic
@@ -30,7 +30,7 @@ from ownership.router.requests import (
 from ownership.router.spans import RouterSpans
 from ownership.router.workers import Exchange, Worker, WorkerSet
 
-_BUSY = frozenset({429, 502, 503, 504})
+BUSY = frozenset({429, 502, 503, 504})
 """Statuses of a worker for which another one is asked, if there is another."""
 _RESENT = 1
 """A request is sent again so often after a worker that had it was lost: it may be what ended it."""
@@ -154,12 +154,8 @@ class Proxy:
                     raise RefusedError(_lost(worker)) from None
             self._metrics.retried.labels(worker.name).inc()
 
-    def released(self) -> None:
-        """A request that another proxy sends has ended at its worker."""
-        self._admission.left()
-
-    async def place(self, request: RouterRequest, tried: Sequence[Worker] = ()) -> Placed:
-        """Wait for room, then choose a worker. Raises RefusedError."""
+    async def place(self, request: RouterRequest, tried: Container[Worker] = ()) -> Placed:
+        """Wait for room, then choose a worker that is not in `tried`. Raises RefusedError."""
         model = request.model
         if model is not None and not self._workers.is_known(model):
             text = f"The model `{model}` does not exist."
@@ -191,14 +187,14 @@ class Proxy:
     ) -> None:
         """Send a request to its worker, and the worker's answer to the client."""
         worker = placed.worker
-        with self._under_way(worker) as exchange:
+        with self.under_way(worker) as exchange:
             if len(tried) == 1:
                 self._metrics.wait.observe(exchange.last_byte_s - arrived_s)
             self._placer.on_sent(placed, exchange.last_byte_s)
             try:
                 async with exchange.patience:
                     if placed.prefill is not None:
-                        await self._prefill(placed, placed.prefill)
+                        await self.prefill(placed, placed.prefill)
                         exchange.last_byte_s = monotonic()
                     await self._pass_on(placed, exchange, answer, arrived_s, tried)
             except _BusyError:
@@ -214,7 +210,7 @@ class Proxy:
         worker.breaker.on_success()
 
     @contextmanager
-    def _under_way(self, worker: Worker) -> Iterator[Exchange]:
+    def under_way(self, worker: Worker) -> Iterator[Exchange]:
         """Count an exchange at its worker while it lasts."""
         exchange = Exchange(asyncio.timeout(None), monotonic())
         in_flight = self._metrics.in_flight.labels(worker.name)
@@ -227,7 +223,7 @@ class Proxy:
             in_flight.dec()
             self._admission.left()
 
-    async def _prefill(self, placed: Placed, prefill: Prefill) -> None:
+    async def prefill(self, placed: Placed, prefill: Prefill) -> None:
         """Have another worker compute the prompt. If that fails, the one that decodes computes it.
 
         Meanwhile the request counts at both workers.
@@ -235,7 +231,7 @@ class Proxy:
         worker, request = prefill.worker, placed.request
         answer, problem = b"", ""
         try:
-            with self._under_way(worker) as exchange:
+            with self.under_way(worker) as exchange:
                 async with exchange.patience:
                     try:
                         answer = await self._prefilled(request, prefill)
@@ -276,7 +272,7 @@ class Proxy:
         request = placed.request
         body = request.body if placed.body is None else placed.body
         async with self._sending(request, placed.worker, body, request.headers) as response:
-            if response.status in _BUSY and self._workers.usable(request, tried):
+            if response.status in BUSY and self._workers.usable(request, tried):
                 raise _BusyError
             read = response.content.readany
             part = await read()

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ownership.router.answer import refusal_headers
 from ownership.router.config import RouterConfig
 from ownership.router.doors import DOORS, Api, Reason, Refusal, error_body
 from ownership.router.placer import Placed
@@ -175,11 +176,8 @@ class SelectionDoors:
                 refusal = error.refusal
             except ClientLeftError:
                 return Response(status_code=400)
-            headers = {"x-heterocache-reason": str(refusal.reason)}
-            if refusal.retry_after_s is not None:
-                headers["retry-after"] = str(refusal.retry_after_s)
-            body = error_body(Api.OPENAI, refusal)
-            return Response(body, refusal.status, headers, "application/json")
+            headers = {n.decode(): v.decode() for n, v in refusal_headers(refusal)}
+            return Response(error_body(Api.OPENAI, refusal), refusal.status, headers)
 
         return answer
 

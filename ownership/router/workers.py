@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -100,7 +100,7 @@ class WorkerSet:
         workers = self._workers.values()
         return not workers or any(worker.has_model(model) for worker in workers)
 
-    def usable(self, request: RouterRequest, tried: Sequence[Worker] = ()) -> list[Worker]:
+    def usable(self, request: RouterRequest, tried: Container[Worker] = ()) -> list[Worker]:
         """Return the workers that could take the request now, or after others have ended."""
         return [
             worker
@@ -118,7 +118,7 @@ class WorkerSet:
             return None
         return sum(max(0, self._max_in_flight - worker.in_flight) for worker in workers)
 
-    def candidates(self, request: RouterRequest, tried: Sequence[Worker]) -> list[Worker]:
+    def candidates(self, request: RouterRequest, tried: Container[Worker]) -> list[Worker]:
         """Return the workers to choose from. If one's breaker wants to try again, it alone.
 
         With room if there are such.

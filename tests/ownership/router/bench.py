@@ -68,6 +68,12 @@ class RunningRouter:
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
+    @property
+    def picker_port(self) -> int:
+        """The port of its endpoint picker."""
+        app: Any = self._server.config.app
+        return int(app.state.ext_proc_port)
+
     def end(self) -> None:
         """Tell it to end, as SIGTERM does."""
         self._server.should_exit = True
