@@ -31,7 +31,7 @@ ON_GPU := env -u OMP_NUM_THREADS PYTHONPATH=.:cuda $(GPU_PYTHON)
 
 NEWER_VLLM := $(RUN) scripts/with_vllm.py 0.33.0
 
-.PHONY: help venv demo check test test-fast test-engine test-second-runner test-newer-vllm test-ray test-prometheus test-envoy test-page test-search test-slow test-faults lint format bench bench-clients gpu-check gpu-serve package docs clean
+.PHONY: help venv demo check test test-fast test-engine test-second-runner test-newer-vllm test-ray test-prometheus test-envoy test-page test-search test-slow test-faults lint format bench bench-clients side-by-side gpu-check gpu-serve package docs clean
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -148,6 +148,9 @@ $(CLIENTS)/.stamp:
 		set -- $$client && name=$$1 && shift && $(PYTHON) -m venv $(CLIENTS)/$$name && \
 		$(CLIENTS)/$$name/bin/python -m pip install -qq --disable-pip-version-check $$* || exit 1; done
 	@touch $@
+
+side-by-side: venv  ## Every KV connector in one run, on the same requests; NAMES="lmcache none" for some
+	$(RUN) -m benchmarks.side_by_side $(NAMES) --json
 
 gpu-check:  ## Check the device path on one GPU, without vLLM: GPU_PYTHON=python3
 	$(ON_GPU) -m benchmarks.gpu_check

@@ -133,7 +133,7 @@ class Server:
     """The stock server of `model`, a checkpoint directory. Use it as a context manager.
 
     `kv_transfer`: the connector's configuration; None for a server without a connector.
-    `log_path` gets the server's output.
+    `log_path` gets the server's output. `python`: of an environment that has vLLM.
     """
 
     model: Path
@@ -142,6 +142,7 @@ class Server:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     port: int = 0
+    python: str = sys.executable
     _process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -156,7 +157,7 @@ class Server:
 
     def launch(self) -> None:
         """Start the process without waiting for it."""
-        self.port = self.port or _free_port()
+        self.port = self.port or free_port()
         environment = engine_environment() | {"VLLM_SERVER_DEV_MODE": "1"}
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         with self.log_path.open("ab") as log:
@@ -187,7 +188,7 @@ class Server:
 
     def command(self) -> list[str]:
         arguments = engine_arguments(self.model.name) | dict(self.engine_args)
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command = [self.python, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(self.model), "--served-model-name", self.model.name]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         # Replies are compared only if they report equally many cached tokens.
@@ -343,7 +344,8 @@ def stop_servers_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, stop)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a TCP port of this host that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

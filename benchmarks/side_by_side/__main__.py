@@ -1,0 +1,114 @@
+"""`python -m benchmarks.side_by_side [NAME ...] [--json] [--quick]`: every KV connector in one run.
+
+Each contestant runs next to an engine without a connector, and both get the same requests by
+turns: a prompt that is computed, hit in the engine's own cache, restored from memory; then the same
+prompts after the engine was stopped, killed with kill -9, and after all processes ended. Then
+faults, with the first model. A contestant that cannot run is a row with its error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+from benchmarks.measure import machine_line, publish
+from benchmarks.side_by_side import report
+from benchmarks.side_by_side.contestants import CONTESTANTS
+from benchmarks.side_by_side.environments import ROOT
+from benchmarks.side_by_side.faults import FAULTS, run_fault
+from benchmarks.side_by_side.rows import Row
+from benchmarks.side_by_side.work import STAGES, Case, measure
+from examples.serving import stop_servers_on_sigterm
+
+CASES = {
+    case.model: case
+    for case in (
+        Case("dense-bench", 8100, 8448, 5, 3),
+        Case("gemma3", 8100, 8448, 5, 3),
+        Case("gptoss", 8100, 8448, 5, 3),
+        Case("deepseek_v4", 3900, 4096, 5, 3),
+        Case("qwen3_next", 3900, 4096, 5, 3),
+    )
+}
+_STAGES = (*STAGES, *FAULTS)
+_QUICK = Case("dense-bench", 4000, 4352, 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.side_by_side",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", help=f"contestants: {', '.join(CONTESTANTS)}")
+    parser.add_argument("--models", nargs="+", choices=CASES, help="default: all")
+    parser.add_argument("--rounds", type=int, help="prompts of each model (default 5)")
+    parser.add_argument("--quick", action="store_true", help="one model, few rounds, no files")
+    parser.add_argument(
+        "--stages",
+        nargs="*",
+        choices=_STAGES,
+        default=_STAGES,
+        help="after the rounds (default: all)",
+    )
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="keep rows here, and run what it lacks"
+    )
+    parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
+    parser.add_argument("--remove", action="store_true", help="remove the environments, and end")
+    given = parser.parse_args()
+    if given.remove:
+        shutil.rmtree(ROOT, ignore_errors=True)
+        return
+    unknown = sorted(set(given.names) - CONTESTANTS.keys())
+    if unknown:
+        parser.error(f"no contestant {unknown[0]!r}; there are {', '.join(CONTESTANTS)}")
+    stop_servers_on_sigterm()
+    cases = [_QUICK] if given.quick else [CASES[name] for name in given.models or CASES]
+    if given.rounds:
+        cases = [replace(case, rounds=given.rounds) for case in cases]
+    ROOT.mkdir(parents=True, exist_ok=True)
+    done = _read(given.resume)
+    rows = []
+    for case in cases:
+        for name in given.names or CONTESTANTS:
+            if (name, case.model) in done:
+                rows.append(done[name, case.model])
+                continue
+            folder = Path(tempfile.mkdtemp(prefix="run-", dir=ROOT))
+            stages = [x for x in _STAGES if x in given.stages]
+            stages = [x for x in stages if x in STAGES or case is cases[0]]
+            try:
+                rows.append(measure(CONTESTANTS[name], case, folder, stages, run_fault))
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            print(report.tables(rows[-1:]), "\n", file=sys.stderr, flush=True)
+            if given.resume:
+                with given.resume.open("a") as file:
+                    file.write(json.dumps(asdict(rows[-1])) + "\n")
+    publish(
+        "side_by_side",
+        f"{machine_line()}; medians\n\n{report.tables(rows)}",
+        report.figures(rows),
+        {"rows": [asdict(row) for row in rows]},
+        as_json=given.json,
+        write=not (given.quick or given.names or given.models or given.rounds),
+        plot=partial(report.picture, rows),
+    )
+
+
+def _read(path: Path | None) -> dict[tuple[str, str], Row]:
+    """Return the rows of a file by contestant and model."""
+    lines = path.read_text().splitlines() if path and path.exists() else []
+    rows = [Row.from_plain(json.loads(line)) for line in lines]
+    return {(row.contestant, row.model): row for row in rows}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Tables, figures and a picture of the rows. It measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from benchmarks import plots
+from benchmarks.measure import rounded, table
+from benchmarks.side_by_side.contestants import CONTESTANTS
+from benchmarks.side_by_side.rows import Row
+
+OURS = "heterocache"
+_LARGE_BYTES = 50_000_000
+"""A smaller restore takes mostly its fixed costs."""
+_HOW = ("memory", "restart", "kill9", "reboot")
+
+
+def figures(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the figures that the rows have.
+
+    `added_over_best_rival`: what a restore from memory adds to the own prefix hit, over the best of
+    the others that answered right; the worst model. `dram_over_memcpy`: the same over a copy of the
+    useful bytes; the worst model with large restores. `restore_fixed_ms`: what it adds beyond the
+    copy; the worst model with small restores. `ssd_over_limit`: bandwidth after a restart over the
+    device's limit; the worst model with large restores. `rivals_run`: others that restored and
+    answered right with at least one model. `wrong_answers_ours`: cases and faults.
+    """
+    ours = {row.model: row for row in rows if row.contestant == OURS}
+    rivals = [row for row in rows if _is_rival(row) and row.has_restored]
+    found: dict[str, float] = {}
+    over = []
+    for model, row in ours.items():
+        best = min((r.added_s for r in rivals if r.model == model and r.added_s), default=None)
+        if row.added_s is not None and best is not None:
+            over.append(row.added_s / best)
+    if over:
+        found["added_over_best_rival"] = max(over)
+    measured = [row for row in ours.values() if row.added_s is not None]
+    large = [row for row in measured if row.useful_bytes >= _LARGE_BYTES]
+    small = [row for row in measured if row.useful_bytes < _LARGE_BYTES]
+    if large:
+        found["dram_over_memcpy"] = max(row.memcpy_ratio or 0.0 for row in large)
+    if small:
+        found["restore_fixed_ms"] = 1e3 * max(
+            (row.added_s or 0.0) - row.seconds["memcpy"] for row in small
+        )
+    limits = [row.over_disk_limit for row in large if row.over_disk_limit is not None]
+    if limits:
+        found["ssd_over_limit"] = min(limits)
+    found["rivals_run"] = len({row.contestant for row in rivals})
+    found["wrong_answers_ours"] = sum(len(row.wrong) for row in ours.values())
+    return rounded(found)
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """Return a table of times for each model, and one of the rest."""
+    models = list(dict.fromkeys(row.model for row in rows))
+    parts = []
+    for model in models:
+        of_model = [row for row in rows if row.model == model]
+        size = max(row.useful_bytes for row in of_model) / 1e6
+        tokens = max(row.prompt_tokens for row in of_model)
+        parts.append(f"{model}: prompts of {tokens:,} tokens, {size:.1f} MB useful\n")
+        parts[-1] += _times(of_model) + "\n\n" + _costs(of_model)
+    faults = [row for row in rows if row.faults]
+    if faults:
+        parts.append(_faults(faults))
+    errors = [row for row in rows if row.error]
+    if errors:
+        shown = [[row.contestant, row.model, row.error] for row in errors]
+        parts.append(table(["did not run", "model", "why"], shown))
+    versions = dict.fromkeys((row.contestant, row.version) for row in rows)
+    parts.append(table(["contestant", "version"], [list(pair) for pair in versions]))
+    return "\n\n".join(parts)
+
+
+def picture(rows: Sequence[Row]) -> Path:
+    """Draw what a restore from memory and after a restart adds, a panel for each model."""
+    panels = []
+    for model in dict.fromkeys(row.model for row in rows):
+        values = {
+            f"{row.contestant}, {how}": 1e3 * seconds
+            for row in rows
+            if row.model == model
+            for how, seconds in (("memory", row.added_s), ("restart", row.after_s.get("restart")))
+            if seconds is not None and row.restored_tokens.get(how, 0) > 0
+        }
+        panels.append((f"{model}: added to the own hit", "ms", values, None))
+    return plots.bars("side_by_side", panels)
+
+
+def _times(rows: Iterable[Row]) -> str:
+    head = ["TTFT, ms", "cold", "own hit", "memory", "added", "over memcpy"]
+    head += [f"added, {how}" for how in _HOW[1:]] + ["tokens restored", "answers"]
+    shown = []
+    for row in rows:
+        seconds = row.seconds
+        line = [row.contestant]
+        line += [_ms(seconds.get(name)) for name in ("cold save", "local", "memory")]
+        line += [_ms(row.added_s), _number(row.memcpy_ratio)]
+        line += [_ms(row.after_s.get(how)) for how in _HOW[1:]]
+        line += [_tokens(row), _answers(row)]
+        shown.append(line)
+    return table(head, shown)
+
+
+def _costs(rows: Iterable[Row]) -> str:
+    head = [
+        "costs",
+        "prefill",
+        "decode",
+        "stream",
+        "agents' TTFT",
+        "B/token stored",
+        "useful",
+        "SSD/limit",
+    ]
+    head += ["start, s", "processes", "memory, MB"]
+    shown = []
+    for row in rows:
+        tokens = max(1, row.prompt_tokens)
+        stored = None if row.stored_bytes is None else row.stored_bytes / tokens
+        memory = None if row.extra_memory_bytes is None else row.extra_memory_bytes / 1e6
+        line = [row.contestant, _number(row.prefill_ratio), _number(row.decode_ratio)]
+        line += [_number(row.stream_ratio), _number(row.agents_ratio)]
+        line += ["-" if stored is None else f"{stored:,.0f}"]
+        line += [f"{row.useful_bytes / tokens:,.0f}" if row.useful_bytes else "-"]
+        line += [_number(row.over_disk_limit), _number(row.start_s.get("restart"), 1)]
+        line += ["-" if row.extra_processes is None else f"{row.extra_processes:+d}"]
+        line += ["-" if memory is None else f"{memory:+,.0f}"]
+        shown.append(line)
+    return table(head, shown)
+
+
+def _faults(rows: Sequence[Row]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row.faults))
+    shown = [[r.contestant, r.model, *(r.faults.get(name, "-") for name in names)] for r in rows]
+    return table(["after a fault", "model", *names], shown)
+
+
+def _tokens(row: Row) -> str:
+    return " / ".join(str(row.restored_tokens.get(how, "-")) for how in _HOW)
+
+
+def _answers(row: Row) -> str:
+    if not row.distances:
+        return "-"
+    wrong = [name for name in row.distances if name in row.wrong]
+    if wrong:
+        return f"WRONG: {', '.join(wrong)}"
+    return f"right, {max(row.distances.values()):.1e} of {row.power:.1e}"
+
+
+def _is_rival(row: Row) -> bool:
+    return row.contestant not in CONTESTANTS or CONTESTANTS[row.contestant].is_rival
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:,.1f}"
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,103 @@
+"""The row of one contestant with one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+_RIGHT_SHARE = 0.1
+"""An answer is right if it differs by less than this share of what one other early token does."""
+
+
+class Outcome(StrEnum):
+    """The answer to a request after a fault."""
+
+    RESTORED = "right, restored"
+    COMPUTED = "right, computed"
+    ERROR = "error"
+    HANG = "hang"
+    WRONG = "wrong"
+    NOT_RUN = "not run"
+    NO_SUCH = "-"
+    """The contestant has nothing that could fail so."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The measurements of one contestant. Times are medians in seconds."""
+
+    contestant: str
+    version: str
+    model: str
+    error: str | None = None
+    """The stage that did not run, and why. What is before it was measured."""
+    prompt_tokens: int = 0
+    useful_bytes: int = 0
+    """The fewest bytes from which the prompt can be resumed."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    spread: dict[str, float] = field(default_factory=dict)
+    """Largest over smallest sample, by name."""
+    prefill_ratio: float | None = None
+    """A cold prompt over the same in an engine without a connector."""
+    decode_ratio: float | None = None
+    agents_ratio: float | None = None
+    """Time to first token of sessions whose state has left HBM, over computing it again."""
+    stream_ratio: float | None = None
+    """Seconds of a stream of prompts that never hit, over the same without a connector."""
+    added_s: float | None = None
+    """The time that a restore from memory adds to the engine's own prefix hit."""
+    after_s: dict[str, float | None] = field(default_factory=dict)
+    """The same after the engine ended, by how it ended."""
+    restored_tokens: dict[str, int] = field(default_factory=dict)
+    """Fewest tokens of a prompt that were not computed, as the answer reports them."""
+    power: float = 0.0
+    """The distance of logprobs that one other early token makes: what the comparison can see."""
+    distances: dict[str, float] = field(default_factory=dict)
+    """The largest distance of logprobs from the hit of an engine without a connector."""
+    stored_bytes: int | None = None
+    """For one prompt."""
+    start_s: dict[str, float] = field(default_factory=dict)
+    extra_processes: int | None = None
+    """Beyond those of a server without a connector."""
+    extra_memory_bytes: int | None = None
+    faults: dict[str, Outcome] = field(default_factory=dict)
+
+    @classmethod
+    def from_plain(cls, document: dict[str, Any]) -> Row:
+        """Return the row of which this is `dataclasses.asdict`, read from JSON."""
+        faults = {name: Outcome(value) for name, value in document["faults"].items()}
+        return cls(**document | {"faults": faults})
+
+    @property
+    def tolerance(self) -> float:
+        """The distance of logprobs from which an answer is wrong."""
+        return _RIGHT_SHARE * self.power
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """The cases and faults that had a wrong answer."""
+        cases = [name for name, far in self.distances.items() if far > self.tolerance]
+        return (*cases, *(n for n, outcome in self.faults.items() if outcome is Outcome.WRONG))
+
+    @property
+    def has_restored(self) -> bool:
+        """True if restores from memory ran, brought state back, and answered right."""
+        if self.added_s is None or "memory" in self.wrong:
+            return False
+        # Engines that take state from a prefiller may not count it as cached.
+        is_fast = self.seconds["memory"] < self.seconds["cold save"] / 2
+        return self.restored_tokens.get("memory", 0) > 0 or is_fast
+
+    @property
+    def memcpy_ratio(self) -> float | None:
+        """The added time over a plain copy of the useful bytes."""
+        return None if self.added_s is None else self.added_s / self.seconds["memcpy"]
+
+    @property
+    def over_disk_limit(self) -> float | None:
+        """The bandwidth of the restore after a restart, over the device's upper limit."""
+        after = self.after_s.get("restart")
+        if after is None or self.added_s is None or after <= self.added_s:
+            return None
+        return self.seconds["restart limit"] / (after - self.added_s)

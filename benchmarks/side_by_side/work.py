@@ -1,0 +1,378 @@
+"""Sends the same requests to one contestant and to an engine without a connector, by turns."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine_process import CHECKPOINTS, prompt_tokens
+from benchmarks.measure import DirectDisk, Memcpy, Samples
+from benchmarks.side_by_side.contestants import Contestant, Place
+from benchmarks.side_by_side.environments import EnvironmentFailedError, environment_of
+from benchmarks.side_by_side.processes import Footprint, Service, footprint
+from benchmarks.side_by_side.rows import Outcome, Row
+from benchmarks.side_by_side.streams import agent_sessions, never_hits
+from examples.checkpoints import write_checkpoint
+from examples.serving import Reply, Server, engine_arguments, free_port, logprob_distance
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.spec.from_config import model_spec_from_config
+
+_ANSWER_TOKENS = 8
+_DECODED_TOKENS = 33
+_SETTLE_S = 2.0
+"""After a prompt: most contestants save it behind the answer."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, and the length of its prompts."""
+
+    model: str
+    tokens: int
+    max_model_len: int
+    rounds: int
+    streams: int = 0
+    """Repeats of sessions and streams."""
+
+    @property
+    def engine_args(self) -> dict[str, Any]:
+        """The arguments of every engine."""
+        return {"max_model_len": self.max_model_len}
+
+    def prompt(self, round_: int) -> list[int]:
+        """Return the prompt of a round."""
+        return prompt_tokens(self.tokens, 100 + round_)
+
+
+def useful_bytes(checkpoint: Path, num_tokens: int) -> int:
+    """Return the fewest bytes from which a prompt can be resumed, by the model's arithmetic.
+
+    They are all that attention reads of the whole chunks before the prompt's end: full attention at
+    each token, and the boundary state of the last one.
+    """
+    config = json.loads((checkpoint / "config.json").read_text())
+    spec = model_spec_from_config(
+        config, block_tokens=engine_arguments(checkpoint.name).get("block_size")
+    )
+    layout = ArtifactLayout(spec, spec.default_chunk_tokens())
+    ends = range(layout.chunk_tokens, num_tokens + 1, layout.chunk_tokens)
+    return sum(
+        layout.artifact_bytes(kind, end - layout.chunk_tokens, end)
+        for kind in spec.state_types
+        for end in (ends if kind in spec.prefix_types else ends[-1:])
+    )
+
+
+STAGES = ("streams", "restart", "kill9", "reboot")
+"""After the rounds, in this order: streams of requests, then the ways in which an engine ends."""
+
+
+class Arena:
+    """The running servers of one contestant, and the reference."""
+
+    def __init__(self, contestant: Contestant, case: Case, folder: Path) -> None:
+        """Make the contestant's environment. Raises EnvironmentFailedError."""
+        self.contestant, self.case, self.folder = contestant, case, folder
+        environment = environment_of(contestant.name, contestant.pins, contestant.debian)
+        files = folder / "files"
+        files.mkdir(parents=True)
+        self.place = Place(files, environment, [free_port() for _ in range(4)])
+        self.checkpoint = write_checkpoint(case.model, CHECKPOINTS)
+        self.services: list[Service] = []
+        self._variables = environment.variables | contestant.variables(self.place)
+        self.server = self._server("server", self.checkpoint)
+        self.prefiller: Server | None = None
+        if contestant.has_prefiller:
+            self.prefiller = self._server("prefiller", self.checkpoint)
+            # Each engine listens for the other's handshake.
+            port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.place.ports[1])}
+            self.prefiller.environment = self._variables | port
+        arguments = case.engine_args | dict(contestant.engine_args)
+        self.reference = Server(self.checkpoint, folder / "reference.log", None, arguments)
+
+    def _server(self, name: str, checkpoint: Path) -> Server:
+        return Server(
+            checkpoint,
+            self.folder / f"{name}.log",
+            self.contestant.transfer(self.place),
+            self.case.engine_args | dict(self.contestant.engine_args),
+            self._variables,
+            python=str(self.place.environment.bin / "python"),
+        )
+
+    def start_services(self) -> None:
+        """Start what the engine needs."""
+        for number, what in enumerate(self.contestant.services(self.place)):
+            log = self.folder / f"service-{number}.log"
+            self.services.append(Service(what, self._variables, log))
+
+    def start(self) -> float:
+        """Start the engine, and the prefiller if there is one; return the engine's seconds."""
+        if self.prefiller is not None:
+            self.prefiller.start()
+        started = time.perf_counter()
+        self.server.start()
+        return time.perf_counter() - started
+
+    def stop(self) -> None:
+        """Stop the engine as an operator does."""
+        self.server.stop()
+
+    def kill_services(self) -> None:
+        """Kill what the engine needs."""
+        for service in self.services:
+            service.kill()
+        self.services.clear()
+
+    def stop_services(self) -> None:
+        """Stop what the engine needs."""
+        for service in reversed(self.services):
+            service.stop()
+        self.services.clear()
+
+    def serve(self, checkpoint: Path) -> None:
+        """Let the next start serve this checkpoint, with the name of the folder."""
+        self.server = self._server("server", checkpoint)
+
+    def restored(self, prompt: Sequence[int], **request: Any) -> Reply:
+        """Complete a prompt; where there is a prefiller, with state that is taken from it."""
+        if self.prefiller is not None:
+            body = {
+                "model": self.prefiller.model.name,
+                "prompt": list(prompt),
+                "max_tokens": 1,
+                "kv_transfer_params": {"do_remote_decode": True},
+            }
+            handed = self.prefiller.post("/v1/completions", body)["kv_transfer_params"]
+            request["kv_transfer_params"] = handed
+        return self.server.complete(prompt, _ANSWER_TOKENS, **request)
+
+    def footprint(self) -> Footprint:
+        """Return what the contestant's processes take of the machine."""
+        groups = [self.server.group, *(service.group for service in self.services)]
+        if self.prefiller is not None:
+            groups.append(self.prefiller.group)
+        return footprint(groups)
+
+    def forget_pages(self) -> None:
+        """Drop the contestant's files from the kernel's page cache, as a reboot does."""
+        os.sync()
+        for path in self.place.folder.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """End all processes."""
+        for server in (self.reference, self.server, self.prefiller):
+            if server is not None:
+                server.kill()
+        self.kill_services()
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass
+class _Timed:
+    """A decoded answer with the seconds of its tokens."""
+
+    reply: Reply
+    token_s: float
+
+
+def _timed(server: Server, prompt: Sequence[int]) -> _Timed:
+    began = time.perf_counter()
+    reply = server.complete(prompt, _DECODED_TOKENS)
+    total_s = time.perf_counter() - began
+    return _Timed(reply, (total_s - reply.ttft_s) / (_DECODED_TOKENS - 1))
+
+
+def measure(
+    contestant: Contestant,
+    case: Case,
+    folder: Path,
+    stages: Sequence[str],
+    fault: Callable[[str, Arena, Row], Outcome],
+) -> Row:
+    """Run the stages; return a row, with an error where something did not run.
+
+    `stages`: of `STAGES`, and faults. `fault` runs one.
+    """
+    row = Row(contestant.name, contestant.version, case.model)
+    try:
+        arena = Arena(contestant, case, folder)
+    except EnvironmentFailedError as error:
+        return replace(row, error=f"environment: {error}")
+    with arena:
+        run = _Run(arena, row)
+        stage = "start"
+        try:
+            arena.start_services()
+            arena.start()
+            arena.reference.start()
+            stage = "rounds"
+            run.rounds()
+            if not contestant.has_prefiller and contestant.transfer(arena.place) is not None:
+                for stage in stages:
+                    if stage == "streams" and case.streams:
+                        run.streams()
+                    elif stage in STAGES[1:]:
+                        run.after(stage)
+                    elif stage != "streams":
+                        outcome = fault(stage, arena, run.row)
+                        run.row = replace(run.row, faults=run.row.faults | {stage: outcome})
+        except Exception as error:
+            traceback.print_exc()
+            run.row = replace(run.row, error=f"{stage}: {_last_line(error)}")
+        return run.row
+
+
+class _Run:
+    """Fills the row of one contestant."""
+
+    def __init__(self, arena: Arena, row: Row) -> None:
+        self._arena = arena
+        self.row = row
+        self._answers: list[Reply] = []
+        """The reference's answers from its own hit, by round."""
+
+    def rounds(self) -> None:
+        """Compute, hit and restore a new prompt in each round."""
+        arena, case, samples = self._arena, self._arena.case, Samples()
+        size_bytes = useful_bytes(arena.checkpoint, case.tokens)
+        memcpy = Memcpy(size_bytes)
+        power = 0.0
+        restored: list[int] = []
+        self.row = replace(self.row, useful_bytes=size_bytes, prompt_tokens=case.tokens)
+        for server in (arena.reference, arena.server, arena.prefiller):
+            if server is not None:
+                server.complete(case.prompt(-1), 1)  # the first touch of memory
+        before = arena.contestant.stored_bytes(arena.place, arena.server)
+        for round_ in range(case.rounds):
+            prompt = case.prompt(round_)
+            turns = [("plain", arena.reference), ("save", arena.server)]
+            if arena.prefiller is not None:
+                turns[1] = ("save", arena.prefiller)
+            for name, server in turns if round_ % 2 else turns[::-1]:
+                timed = _timed(server, prompt)
+                samples.add(f"cold {name}", timed.reply.ttft_s)
+                samples.add(f"decode {name}", timed.token_s)
+            answer = arena.reference.complete(prompt, _ANSWER_TOKENS)
+            self._answers.append(answer)
+            if round_ == 0:
+                changed = [*prompt]
+                changed[len(prompt) // 8] ^= 1
+                power = logprob_distance(answer, arena.reference.complete(changed, _ANSWER_TOKENS))
+            if arena.prefiller is not None:
+                arena.restored(prompt)
+            samples.add("local", arena.server.complete(prompt, _ANSWER_TOKENS).ttft_s)
+            time.sleep(_SETTLE_S)
+            if arena.contestant.transfer(arena.place) is None:
+                continue
+            arena.server.reset_prefix_cache()
+            reply = arena.restored(prompt)
+            samples.add("memory", reply.ttft_s)
+            samples.add("memcpy", memcpy.reused())
+            restored.append(reply.cached_tokens or 0)
+            self._judge("memory", round_, reply)
+        stored = arena.contestant.stored_bytes(arena.place, arena.server)
+        found = arena.footprint()
+        plain = footprint([arena.reference.group])
+        self.row = replace(
+            self.row,
+            seconds=samples.medians(),
+            spread=_spread(samples),
+            prefill_ratio=samples.paired_ratio("cold save", "cold plain"),
+            decode_ratio=samples.paired_ratio("decode save", "decode plain"),
+            added_s=_paired_difference(samples, "memory", "local"),
+            power=power,
+            restored_tokens={"memory": min(restored, default=0)},
+            stored_bytes=None if stored is None else (stored - (before or 0)) // case.rounds,
+            extra_processes=found.processes - plain.processes,
+            extra_memory_bytes=found.memory_bytes - plain.memory_bytes,
+        )
+
+    def streams(self) -> None:
+        """Play sessions, and prompts that never hit, next to the reference."""
+        arena, samples = self._arena, Samples()
+        turns = [("plain", arena.reference), ("save", arena.server)]
+        for repeat in range(arena.case.streams):
+            for name, server in turns if repeat % 2 else turns[::-1]:
+                samples.add(f"agents {name}", agent_sessions(server, repeat))
+                samples.add(f"stream {name}", never_hits(server, repeat))
+        self.row = replace(
+            self.row,
+            agents_ratio=samples.paired_ratio("agents save", "agents plain"),
+            stream_ratio=samples.paired_ratio("stream save", "stream plain"),
+        )
+
+    def after(self, how: str) -> None:
+        """End the engine in one way, start it, and ask for all prompts again."""
+        arena, samples = self._arena, Samples()
+        arena.reference.stop()
+        if how == "kill9":
+            arena.server.kill()
+        else:
+            arena.stop()
+        if how == "reboot":
+            arena.stop_services()
+            arena.forget_pages()
+            arena.start_services()
+        start_s = arena.start()
+        arena.server.complete(arena.case.prompt(-2), 1)  # the first touch of memory
+        restored: list[int] = []
+        disk = DirectDisk(arena.folder, self.row.useful_bytes)
+        for round_ in range(arena.case.rounds):
+            prompt = arena.case.prompt(round_)
+            reply = arena.restored(prompt)
+            restored.append(reply.cached_tokens or 0)
+            self._judge(how, round_, reply)
+            samples.add(how, reply.ttft_s)
+            samples.add("local", arena.server.complete(prompt, _ANSWER_TOKENS).ttft_s)
+            samples.add("limit", self.row.useful_bytes / disk.limit())
+        disk.close()
+        self.row = replace(
+            self.row,
+            seconds=self.row.seconds
+            | {how: samples.median(how), f"{how} limit": samples.median("limit")},
+            start_s=self.row.start_s | {how: start_s},
+            restored_tokens=self.row.restored_tokens | {how: min(restored)},
+            after_s=self.row.after_s | {how: _paired_difference(samples, how, "local")},
+        )
+
+    def _judge(self, how: str, round_: int, reply: Reply) -> None:
+        distance = logprob_distance(self._answers[round_], reply)
+        worst = max(self.row.distances.get(how, 0.0), distance)
+        self.row = replace(self.row, distances=self.row.distances | {how: worst})
+
+
+def _paired_difference(samples: Samples, name: str, other: str) -> float | None:
+    """Return the median difference of samples that were taken together."""
+    if name not in samples.by_name:
+        return None
+    pairs = zip(samples.by_name[name], samples.by_name[other], strict=True)
+    return statistics.median(a - b for a, b in pairs)
+
+
+def _spread(samples: Samples) -> dict[str, float]:
+    """Return the largest over the smallest sample, by name."""
+    return {name: max(values) / min(values) for name, values in samples.by_name.items()}
+
+
+def _last_line(error: Exception) -> str:
+    """Return the line of a message that says what failed."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b.*: ", line)]
+    return (named or lines or [repr(error)])[-1][-300:]

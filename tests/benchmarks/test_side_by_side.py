@@ -1,0 +1,145 @@
+"""Figures and tables of rows, environments, and the contestants' entries."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.side_by_side import report
+from benchmarks.side_by_side.contestants import CONTESTANTS, Place
+from benchmarks.side_by_side.environments import (
+    Environment,
+    EnvironmentFailedError,
+    environment_of,
+    run_command,
+)
+from benchmarks.side_by_side.rows import Outcome, Row
+from benchmarks.side_by_side.work import useful_bytes
+from examples.checkpoints import write_checkpoint
+
+
+def row(contestant: str, model: str = "dense", added_s: float | None = 0.02, **fields: Any) -> Row:
+    given: dict[str, Any] = {
+        "useful_bytes": 200_000_000,
+        "prompt_tokens": 8000,
+        "seconds": {"cold save": 5.0, "local": 0.1, "memory": 0.12, "memcpy": 0.025}
+        | {"restart limit": 0.05},
+        "added_s": added_s,
+        "after_s": {"restart": 0.07},
+        "restored_tokens": {"memory": 8000, "restart": 8000},
+        "power": 2.0,
+        "distances": {"memory": 0.0},
+    }
+    return Row(contestant, "1.0", model, **(given | fields))
+
+
+def test_ours_is_compared_with_the_best_of_the_others_in_the_worst_model() -> None:
+    rows = [row("heterocache", added_s=0.01), row("lmcache", added_s=0.1), row("mooncake")]
+    rows += [row("heterocache", "gemma3", 0.03), row("mooncake", "gemma3", 0.04)]
+    assert report.figures(rows)["added_over_best_rival"] == 0.75
+
+
+def test_a_rival_that_answers_wrong_or_restores_nothing_does_not_count() -> None:
+    wrong = row("example", added_s=0.001, distances={"memory": 1.0})
+    seconds = {"cold save": 5.0, "local": 0.1, "memory": 5.1, "memcpy": 0.025}
+    nothing = row("lmcache", added_s=5.0, seconds=seconds, restored_tokens={"memory": 0})
+    figures = report.figures([row("heterocache"), wrong, nothing, row("none", added_s=None)])
+    assert "added_over_best_rival" not in figures
+    assert figures["rivals_run"] == 0
+
+
+def test_engines_that_take_state_from_a_prefiller_report_no_cached_tokens() -> None:
+    nixl = row("nixl", restored_tokens={"memory": 0})
+    assert report.figures([row("heterocache"), nixl])["rivals_run"] == 1
+
+
+def test_large_restores_are_compared_with_a_copy_and_small_ones_beyond_it() -> None:
+    small = row("heterocache", "gemma3", 0.0275, useful_bytes=12_000_000)
+    figures = report.figures([row("heterocache"), small])
+    assert figures["dram_over_memcpy"] == 0.8
+    assert figures["restore_fixed_ms"] == 2.5
+    assert figures["ssd_over_limit"] == 1.0
+
+
+def test_wrong_answers_after_faults_count() -> None:
+    faults = {"file-corrupted": Outcome.WRONG, "process-killed": Outcome.ERROR}
+    assert report.figures([row("heterocache", faults=faults)])["wrong_answers_ours"] == 1
+    far = {"memory": 0.19, "restart": 0.21}
+    assert report.figures([row("heterocache", distances=far)])["wrong_answers_ours"] == 1
+
+
+def test_a_contestant_that_cannot_run_is_a_row_with_its_error() -> None:
+    failed = Row("pegaflow", "0.25.1", "dense", error="start: no CUDA")
+    text = report.tables([row("heterocache"), failed])
+    assert "start: no CUDA" in text
+    assert text.count("pegaflow") == 4, "in each table"
+
+
+def test_the_table_says_which_answers_were_wrong() -> None:
+    text = report.tables([row("example", distances={"memory": 0.0, "restart": 0.5})])
+    assert "WRONG: restart" in text
+
+
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_every_contestant_names_a_connector_and_pins_what_it_installs(
+    name: str, tmp_path: Path
+) -> None:
+    contestant = CONTESTANTS[name]
+    place = Place(tmp_path / "files", Environment(tmp_path), [1, 2, 3, 4])
+    transfer = contestant.transfer(place)
+    assert transfer is None or transfer["kv_connector"].endswith("Connector")
+    assert all("==" in pin for pin in contestant.pins)
+    assert all(command.port in place.ports for command in contestant.services(place))
+
+
+def test_an_environment_is_made_again_for_other_pins_only(tmp_path: Path) -> None:
+    commands: list[tuple[str, ...]] = []
+
+    def run(*command: str, cwd: Path | None = None) -> None:
+        commands.append(command)
+        if "venv" in command:
+            version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+            (Path(command[-1]) / "lib" / version / "site-packages").mkdir(parents=True)
+
+    def make(*pins: str) -> Environment:
+        return environment_of("one", pins, (), tmp_path, run)
+
+    made = make("some==1")
+    count = len(commands)
+    assert "some==1" in commands[-1]
+    assert make("some==1") == made
+    assert len(commands) == count
+    make("some==2")
+    assert "some==2" in commands[-1]
+    assert environment_of("none", (), (), tmp_path, run).bin == Path(sys.prefix) / "bin"
+
+
+def test_a_command_that_fails_says_why() -> None:
+    with pytest.raises(EnvironmentFailedError, match="is not installed"):
+        run_command("no-such-command")
+    with pytest.raises(EnvironmentFailedError, match="no such thing"):
+        run_command(sys.executable, "-c", "raise SystemExit('no such thing')")
+
+
+def test_useful_bytes_are_those_of_the_model(tmp_path: Path) -> None:
+    dense = write_checkpoint("dense", tmp_path)
+    per_token = 4 * 2 * 2 * 32 * 4  # layers, K and V, heads, elements, bytes
+    assert useful_bytes(dense, 1000) == 768 * per_token
+    gemma = write_checkpoint("gemma3", tmp_path)
+    full, window = 3 * 512, 6 * 512 * 64
+    assert useful_bytes(gemma, 1000) == pytest.approx(768 * full + window, rel=0.1)
+
+
+def test_a_row_that_was_kept_is_the_same_row() -> None:
+    kept = row("heterocache", faults={"other-weights": Outcome.COMPUTED})
+    assert Row.from_plain(json.loads(json.dumps(asdict(kept)))) == kept
+
+
+def test_an_answer_is_judged_by_what_the_comparison_can_see() -> None:
+    assert replace(row("x"), distances={"memory": 0.19}).wrong == ()
+    assert replace(row("x"), distances={"memory": 0.21}).wrong == ("memory",)
