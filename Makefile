@@ -97,8 +97,8 @@ $(ENVOY)/.stamp:
 	$(RUN) -m pip install -qq --disable-pip-version-check --no-deps --target $(ENVOY)/xds "xds-protos==1.85.0"
 	@touch $@
 
-test-page: venv $(CHROMIUM)/.stamp  ## The live page in Chromium, of Debian's package, under load
-	PATH=$(CHROMIUM):$$PATH $(RUN) -m pytest -q tests/engine/test_page.py
+test-page: venv $(CHROMIUM)/.stamp  ## The live pages in Chromium, of Debian's package, under load
+	PATH=$(CHROMIUM):$$PATH $(RUN) -m pytest -q tests/ownership/router/test_page.py tests/engine/test_page.py
 
 $(CHROMIUM)/.stamp: scripts/get_chromium.sh
 	@scripts/get_chromium.sh $(CHROMIUM)

@@ -5,7 +5,8 @@ It answers the OpenAI and Anthropic paths with numbered tokens, streamed or not.
 and `fault`: `refuse` (status 503), `fail` (500), `lose` (the connection ends before the first
 byte), `cut` (it ends in the middle), `stop` (nothing more comes) or `exit` (the process ends in the
 middle, as by kill -9). A prefill for another worker does as `prefill` in `stub` says. `GET /stub`
-tells what it has seen, `GET /metrics` how many requests are under way.
+tells what it has seen, `GET /metrics` how many requests are under way. What is posted
+to `/stub/answers` by path is answered there, and added to the metrics.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class StubServer:
         self.seen: Counter[str] = Counter()
         self.last_headers: dict[str, str] = {}
         self.last_body = ""
+        self.answers: dict[str, Any] = {}
 
     def connection(self) -> StubConnection:
         return StubConnection(self)
@@ -102,10 +104,16 @@ class StubConnection(asyncio.Protocol):
         elif path == "/v1/models":
             self._send(200, {"object": "list", "data": [{"id": server.model, "object": "model"}]})
         elif path == "/metrics":
-            self._send_text(f'vllm:num_requests_running{{engine="0"}} {server.running:.1f}\n')
+            running = f'vllm:num_requests_running{{engine="0"}} {server.running:.1f}\n'
+            self._send_text(running + server.answers.get(path, ""))
         elif path == "/stub":
             about = {"last_headers": server.last_headers, "last_body": server.last_body}
             self._send(200, {"seen": server.seen, **about})
+        elif path == "/stub/answers":
+            server.answers |= json.loads(body)
+            self._send(200, {})
+        elif path in server.answers:
+            self._send(200, server.answers[path])
         elif path == "/stub/health":
             server.is_healthy = body == b"true"
             self._send(200, {})

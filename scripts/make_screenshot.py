@@ -1,8 +1,11 @@
-"""Write the documentation's picture of the live page: a real server, under load, in Chromium.
+"""Write the documentation's pictures of the live pages, under load, in Chromium.
 
-    PATH=.cache/chromium:$PATH python scripts/make_screenshot.py docs/pictures/live-page.png
+    export PATH=$PWD/.cache/chromium:$PATH
+    python -m scripts.make_screenshot docs/pictures/live-page.png
+    python -m scripts.make_screenshot --fleet docs/pictures/fleet-page.png
 
-`--width`, `--dark` and `--seconds` for other pictures. `make test-page` gets a Chromium.
+The first is of a real server. The fleet is routers before stub workers. `--width` and `--seconds`
+for other pictures. `make test-page` gets a Chromium.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +38,17 @@ PLUGINS = {"VLLM_PLUGINS": "heterocache"}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("picture", type=Path, nargs="+", help="one is light, a second one dark")
+    parser.add_argument("--fleet", action="store_true", help="the page of a router")
     parser.add_argument("--width", type=int, default=1280, help="of the window, in CSS pixels")
     parser.add_argument("--seconds", type=float, default=300.0, help="of load before the picture")
     arguments = parser.parse_args()
+    watched = watched_fleet if arguments.fleet else watched_server
     with (
         tempfile.TemporaryDirectory() as folder,
-        server_of(Path(folder)) as server,
+        watched(Path(folder)) as page,
         Browser() as browser,
-        load(server),
     ):
-        browser.open(f"{server.url}/v1/heterocache/dashboard", arguments.width)
+        browser.open(page, arguments.width)
         opened = f"performance.now() > {1e3 * arguments.seconds}"
         browser.wait(opened, timeout_s=arguments.seconds + 60)
         for path, scheme in zip(arguments.picture, ("light", "dark"), strict=False):
@@ -52,6 +58,23 @@ def main() -> None:
             browser.screenshot(path)
             shrink(path)
             print(path, f"{path.stat().st_size:,} bytes", browser.problems())
+
+
+@contextmanager
+def watched_server(folder: Path) -> Iterator[str]:
+    """Yield the page of a server under load."""
+    with server_of(folder) as server, load(server):
+        yield f"{server.url}/v1/heterocache/dashboard"
+
+
+@contextmanager
+def watched_fleet(folder: Path) -> Iterator[str]:
+    """Yield the page of a router under load."""
+    from tests.ownership.router.watched_fleet import WatchedFleet
+
+    with WatchedFleet(folder, workers=4) as fleet:
+        fleet.load(SESSIONS + 9, 2.0)
+        yield fleet.page
 
 
 def shrink(path: Path) -> None:

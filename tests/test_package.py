@@ -157,7 +157,13 @@ def test_scheduling_is_pure() -> None:
     ours = [f"hetero_connector.{package}" for package in packages]
     ours += ["ownership.scheduling", "ownership.directory"]
     plain = {"__future__", "collections", "dataclasses", "enum", "functools", "math"}
-    plain |= {"itertools", "numpy", "random", "typing"}  # random: its generators are passed in
+    plain |= {
+        "itertools",
+        "numpy",
+        "operator",
+        "random",
+        "typing",
+    }  # random: its generators are passed in
     for path in (ROOT / "ownership/scheduling").rglob("*.py"):
         for name in imports(path):
             mine = any(name == package or name.startswith(f"{package}.") for package in ours)

@@ -100,7 +100,8 @@ def test_the_live_page_is_in_the_wheel_with_the_licence_of_its_library(
     wheel: zipfile.ZipFile,
 ) -> None:
     shared, own = "hetero_connector/live_page/page", "hetero_connector/engine/api/page"
-    paths = [path for folder in (shared, own) for path in (ROOT / folder).iterdir()]
+    fleet = "ownership/router/page"
+    paths = [path for folder in (shared, own, fleet) for path in (ROOT / folder).iterdir()]
     files = {path.relative_to(ROOT).as_posix() for path in paths}
     assert {f"{own}/main.html", f"{shared}/uPlot.LICENSE"} <= files
     assert files <= set(wheel.namelist())

@@ -12,6 +12,8 @@
   `reservations` counts what they send.
 - `shared_ledger`: what several routers have under way, as each knows it; `peers` carries their
   messages through Redis.
+- `fleet_page` shows the fleet to people and scripts: `history` has the newest requests, `stored`
+  what workers store; the folder `page` is the browser's side of it.
 - `spans` makes OpenTelemetry spans, if a collector is configured.
 - `identity`: a request's tokens, and the names of its chunks, as the workers' connectors have them.
 - `view`: which worker has how much of a request's state, and how sure that is.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -18,15 +19,19 @@ from starlette.types import Receive, Scope, Send
 from ownership.router.config import RouterConfig
 from ownership.router.discovery import Discovery
 from ownership.router.doors import Api, error_body
+from ownership.router.fleet_page import FleetDoors, FleetState
+from ownership.router.history import History
 from ownership.router.metrics import RouterMetrics
 from ownership.router.opening import open_placer
 from ownership.router.placer import Placer
 from ownership.router.probes import Prober
 from ownership.router.proxy import Proxy
+from ownership.router.questions import WorkerQuestions
 from ownership.router.requests import NO_KEY, has_key
 from ownership.router.reservations import Reservations
 from ownership.router.selection import SelectionDoors
 from ownership.router.spans import RouterSpans
+from ownership.router.stored import StoredStates
 from ownership.router.workers import WorkerSet, WorkerState
 
 _KEEP_ALIVE_S = 4.0
@@ -34,9 +39,11 @@ _KEEP_ALIVE_S = 4.0
 _CONNECT_S = 5.0
 
 
-def make_app(config: RouterConfig, placer: Placer | None = None) -> Starlette:
+def make_app(
+    config: RouterConfig, placer: Placer | None = None, num_processes: int = 1
+) -> Starlette:
     """Return the application. `placer`: None for that of the configured policy."""
-    router = _Router(config, placer)
+    router = _Router(config, placer, num_processes)
     routes = [
         Route("/health", router.health),
         Route("/ready", router.ready),
@@ -50,8 +57,8 @@ def make_app(config: RouterConfig, placer: Placer | None = None) -> Starlette:
 class _Router:
     """The parts of one process."""
 
-    def __init__(self, config: RouterConfig, placer: Placer | None) -> None:
-        self._config, self._placer = config, placer
+    def __init__(self, config: RouterConfig, placer: Placer | None, num_processes: int) -> None:
+        self._config, self._placer, self._num_processes = config, placer, num_processes
         self._workers = WorkerSet(config.max_in_flight)
         self._metrics = RouterMetrics()
         self._proxy: Proxy | None = None
@@ -62,16 +69,21 @@ class _Router:
             session = await stack.enter_async_context(_session(self._config))
             prober = Prober(self._workers, session, self._config)
             stack.push_async_callback(prober.close)
-            placer = self._placer
-            if placer is None:
-                opening = open_placer(self._config, self._workers, session, self._metrics)
-                placer = await stack.enter_async_context(opening)
+            questions = WorkerQuestions(self._config, self._workers, session)
+            chosen = self._placer
+            if chosen is None:
+                opening = open_placer(self._config, questions, self._metrics)
+                chosen = await stack.enter_async_context(opening)
+            placer = History(chosen)
             spans = RouterSpans(self._config.otlp_traces_endpoint)
             stack.push_async_callback(asyncio.to_thread, spans.close)
             self._proxy = Proxy(self._config, self._workers, placer, session, self._metrics, spans)
             reservations = Reservations(self._proxy, placer, self._config.lease_s)
             stack.callback(reservations.close)
             app.routes[:0] = SelectionDoors(self._config, self._workers, reservations).routes
+            stored = StoredStates(questions.servers)
+            stack.callback(stored.close)
+            app.routes[:0] = FleetDoors(self._fleet(self._proxy, placer), stored).routes
             self._workers.on_change += [prober.follow, self._show_workers]
             discovery = Discovery(self._config, self._workers, session)
             await discovery.look()
@@ -119,6 +131,17 @@ class _Router:
                 found.update(worker.models)
         body = msgspec.json.encode({"object": "list", "data": list(found.values())})
         return Response(body, media_type="application/json")
+
+    def _fleet(self, proxy: Proxy, history: History) -> FleetState:
+        return FleetState(
+            self._config,
+            self._num_processes,
+            time.time(),
+            self._workers,
+            proxy,
+            history,
+            self._metrics,
+        )
 
     def _show_workers(self) -> None:
         for worker in self._workers:

@@ -6,15 +6,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from random import Random
 from typing import Any
-from urllib.parse import urlsplit
-
-import aiohttp
-import msgspec
 
 from hetero_connector.errors import IdentityError, RouterConfigError
 from ownership.directory.opening import open_directory
@@ -26,6 +22,7 @@ from ownership.router.metrics import RouterMetrics
 from ownership.router.peers import Peers
 from ownership.router.placer import LeastLoaded, Placer
 from ownership.router.policy_placer import PolicyPlacer
+from ownership.router.questions import WorkerQuestions
 from ownership.router.reports import LoadReports
 from ownership.router.view import (
     EventReader,
@@ -35,8 +32,6 @@ from ownership.router.view import (
     StockWorkers,
     Trust,
 )
-from ownership.router.view.checks import Ask
-from ownership.router.workers import Worker, WorkerSet, WorkerState
 from ownership.scheduling.registry import scheduling_policy
 
 _PERIOD_S = 5.0
@@ -47,10 +42,7 @@ _log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def open_placer(
-    config: RouterConfig,
-    workers: WorkerSet,
-    session: aiohttp.ClientSession,
-    metrics: RouterMetrics,
+    config: RouterConfig, questions: WorkerQuestions, metrics: RouterMetrics
 ) -> AsyncIterator[Placer]:
     """Yield the placer of the configured policy. Raises RouterConfigError."""
     if config.policy_name == LEAST_LOADED:
@@ -76,11 +68,10 @@ async def open_placer(
         if config.directory.startswith("redis"):
             peers = await stack.enter_async_context(_open_peers(config.directory, metrics))
         policy = scheduling_policy(config.policy_name, Random())
-        asked = _Asked(config, workers, session)
-        watch = FleetWatch(views, asked.servers, events=events, host_of=asked.host_of)
+        watch = FleetWatch(views, questions.servers, events=events, host_of=questions.host_of)
         placer = PolicyPlacer(policy, views, figures, log, None, peers, watch.on_answer)
-        reports = LoadReports(asked.servers, placer.on_report, config.probe_s)
-        for work in (_keep_current(asked, watch, figures, placer), reports.run()):
+        reports = LoadReports(questions.servers, placer.on_report, config.probe_s)
+        for work in (_keep_current(questions, watch, figures, placer), reports.run()):
             stack.callback(asyncio.get_running_loop().create_task(work).cancel)
         yield placer
 
@@ -114,59 +105,18 @@ def _checked(key: str, opening: Any) -> Any:
         raise RouterConfigError("the router", [f"{key}: {error}"]) from error
 
 
-class _Asked:
-    """Questions to the workers that serve."""
-
-    def __init__(
-        self, config: RouterConfig, workers: WorkerSet, session: aiohttp.ClientSession
-    ) -> None:
-        self._session = session
-        self.workers = workers
-        key = config.worker_api_key
-        self._headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._timeout = aiohttp.ClientTimeout(config.probe_timeout_s)
-
-    def servers(self) -> Mapping[str, Ask]:
-        """Return how each worker that serves is asked, by its name."""
-        up = [worker for worker in self.workers if worker.state is WorkerState.UP]
-        return {worker.name: partial(self._ask, worker) for worker in up}
-
-    def host_of(self, name: str) -> str:
-        """Return a worker's host by its name."""
-        urls = {worker.name: worker.address.url for worker in self.workers}
-        return urlsplit(urls.get(name, "")).hostname or name
-
-    async def _ask(
-        self, worker: Worker, method: str, path: str, body: Mapping[str, Any] | None
-    ) -> Any:
-        """Ask one worker. Raises OSError, or ValueError for an answer that is an error."""
-        url = worker.address.url + path
-        try:
-            async with self._session.request(
-                method, url, json=body, headers=self._headers, timeout=self._timeout
-            ) as answer:
-                answer.raise_for_status()
-                text = await answer.read()
-                is_json = answer.content_type == "application/json"
-        except aiohttp.ClientResponseError as error:
-            raise ValueError(f"{path}: status {error.status}") from error
-        except aiohttp.ClientError as error:
-            raise OSError(f"{path}: {error}") from error
-        return msgspec.json.decode(text) if is_json else text.decode(errors="replace")
-
-
 async def _keep_current(
-    asked: _Asked, watch: FleetWatch, figures: WorkerFigures, placer: PolicyPlacer
+    questions: WorkerQuestions, watch: FleetWatch, figures: WorkerFigures, placer: PolicyPlacer
 ) -> None:
     """Ask all workers in each period, and when one comes or goes."""
     changed = asyncio.Event()
-    asked.workers.on_change.append(changed.set)
+    questions.workers.on_change.append(changed.set)
     while True:
         changed.clear()
         try:
             await watch.ask_all()
-            await figures.ask_all(asked.servers())
-            roles = {x.name: x.address.role for x in asked.workers}
+            await figures.ask_all(questions.servers())
+            roles = {x.name: x.address.role for x in questions.workers}
             placer.set_workers(roles, time.monotonic())
         except Exception:  # an answer of an unknown kind ends no worker's questions
             _log.exception("the workers' figures are not current")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ownership.router.doors import Refusal
 from ownership.router.requests import RouterRequest
 from ownership.router.workers import Worker
-from ownership.scheduling import WorkerPrefix
+from ownership.scheduling import Ledger, WorkerPrefix
 
 
 class Forecast(NamedTuple):
@@ -18,8 +18,8 @@ class Forecast(NamedTuple):
     prompt_tokens: int
     resume_tokens: int
     """Tokens that the worker need not compute."""
-    prefix: WorkerPrefix
-    """The part that the worker has itself."""
+    prefixes: Mapping[str, WorkerPrefix]
+    """The part that each worker has itself; workers with nothing are left out."""
     ttft_s: float
     cost_s: dict[str, float]
     """The price by term."""
@@ -57,6 +57,8 @@ class Placed:
     """The work that the placement causes: a `PlacementAction`."""
     predicted_ttft_s: float | None = None
     """Seconds from the sending to the first token; None if nothing was predicted."""
+    session_id: str = ""
+    """A digest of the session that the request names; "" if it names none, or none is asked for."""
 
     def forecast(self) -> Forecast | None:
         """Return what was expected; None without a policy. To be asked before it is sent."""
@@ -70,6 +72,11 @@ class Placer(Protocol):
     at most one `on_first_byte`, then one of `on_ended` and `on_failed`. One of these two may come
     at any time.
     """
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The count of what is under way; None if nothing is counted, or no worker is known."""
+        ...
 
     async def place(self, request: RouterRequest, candidates: Candidates) -> Placed | Refusal:
         """Choose one of the candidates, or refuse. What takes time is done before asking for them.
@@ -100,6 +107,8 @@ class Placer(Protocol):
 
 class LeastLoaded:
     """Takes the worker with the fewest requests, by turns among equals. It knows no prefixes."""
+
+    ledger: Ledger | None = None
 
     def __init__(self) -> None:
         self._turn = 0

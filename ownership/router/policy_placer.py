@@ -86,7 +86,7 @@ class _Planned(Placed):
         return Forecast(
             prompt_tokens,
             min(prompt_tokens, decision.pricing.resume_tokens(decision.route)),
-            self.step.prefixes.get(self.worker.name, WorkerPrefix()),
+            self.step.prefixes,
             predicted.ttft_s,
             predicted._asdict(),
         )
@@ -122,6 +122,10 @@ class PolicyPlacer:
         """True if all workers read from each other."""
         self._sessions = BoundedDict[str, _Session](self._limits.max_sessions)
         self._others = LeastLoaded()
+
+    @property
+    def ledger(self) -> Ledger | None:
+        return self._ledger
 
     def set_workers(self, roles: Mapping[str, Role], now_s: float) -> None:
         """Make these the workers, with the figures and the model that they have told by now."""
@@ -263,6 +267,7 @@ class PolicyPlacer:
             reasons=view.reasons,
             action=placement.action,
             predicted_ttft_s=decision.predicted.ttft_s,
+            session_id=session_id,
             step=step,
             placement=placement,
             decision=decision,

@@ -154,6 +154,11 @@ class Proxy:
                     raise RefusedError(_lost(worker)) from None
             self._metrics.retried.labels(worker.name).inc()
 
+    @property
+    def queued(self) -> int:
+        """The number of requests that wait for room."""
+        return self._admission.queued
+
     async def place(self, request: RouterRequest, tried: Container[Worker] = ()) -> Placed:
         """Wait for room, then choose a worker that is not in `tried`. Raises RefusedError."""
         model = request.model

@@ -32,6 +32,7 @@ from ownership.router.requests import (
 )
 from ownership.router.reservations import Reservations
 from ownership.router.workers import Worker, WorkerSet, WorkerState
+from ownership.scheduling import WorkerPrefix
 
 BLOCK_TOKENS = 16
 """The tokens that each `output_block` stands for."""
@@ -211,7 +212,7 @@ def _answer(asked: _Selection, placed: Placed) -> dict[str, Any]:
         answer["selection_id"] = asked.selection_id
     forecast = placed.forecast()
     if forecast is not None:
-        gpu, cpu, disk = forecast.prefix
+        gpu, cpu, disk = forecast.prefixes.get(worker.name, WorkerPrefix())
         cpu = max(gpu, cpu)
         disk = max(cpu, disk)
         overlap = {"longest_matched": disk, "gpu": gpu, "dp": {"0": gpu}, "cpu": cpu, "disk": disk}

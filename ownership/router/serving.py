@@ -68,10 +68,16 @@ def open_listener(config: RouterConfig, port: int | None = None) -> socket.socke
     return listener
 
 
-def uvicorn_settings(config: RouterConfig, placer: Placer | None = None) -> uvicorn.Config:
-    """Return how uvicorn serves the application. Workers' headers are passed on as they are."""
-    return uvicorn.Config(
-        make_app(config, placer),
+def make_server(
+    config: RouterConfig, placer: Placer | None = None, num_processes: int = 1
+) -> uvicorn.Server:
+    """Return a server of the application, which knows it as `app.state.server`.
+
+    Workers' headers are passed on as they are. `num_processes`: of this router.
+    """
+    app = make_app(config, placer, num_processes)
+    settings = uvicorn.Config(
+        app,
         http="httptools",
         loop="uvloop",
         ws="none",
@@ -85,12 +91,14 @@ def uvicorn_settings(config: RouterConfig, placer: Placer | None = None) -> uvic
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(config.drain_s),
     )
+    app.state.server = server = uvicorn.Server(settings)
+    return server
 
 
-def _run(config: RouterConfig, listener: socket.socket) -> None:
+def _run(config: RouterConfig, listener: socket.socket, num_processes: int = 1) -> None:
     """Serve in this process."""
     disable_created_metrics()  # type: ignore[no-untyped-call]
-    uvicorn.Server(uvicorn_settings(config)).run(sockets=[listener])
+    make_server(config, num_processes=num_processes).run(sockets=[listener])
 
 
 class _Processes:
@@ -120,7 +128,7 @@ class _Processes:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _start(self) -> None:
-        child = self._context.Process(target=_run_child, args=(self._path, self._port))
+        child = self._context.Process(target=_run_child, args=(self._path, self._port, self._count))
         child.start()
         self._children.append(child)
 
@@ -145,7 +153,7 @@ class _Processes:
             child.kill()
 
 
-def _run_child(path: Path, port: int) -> None:
+def _run_child(path: Path, port: int, num_processes: int) -> None:
     """Serve in a child process, which ends when its parent has ended."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s")
     parent = multiprocessing.parent_process()
@@ -157,4 +165,4 @@ def _run_child(path: Path, port: int) -> None:
 
     threading.Thread(target=follow, daemon=True, name="heterocache-router-parent").start()
     config = read_config(path)
-    _run(config, open_listener(config, port))
+    _run(config, open_listener(config, port), num_processes)

@@ -14,6 +14,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -80,6 +81,18 @@ class _Peer:
     """The events of its open requests."""
 
 
+class PeerState(NamedTuple):
+    """Another router, or another process of this one, as it is known now."""
+
+    router: str
+    requests: int
+    """Under way."""
+    silent_s: float
+    """Seconds since it was heard."""
+    has_gap: bool
+    """True if messages were lost, and it has not repeated them yet."""
+
+
 class SharedLedger(Ledger):
     """A `Ledger` of all routers of a fleet. The requests of a peer are named (router, number)."""
 
@@ -104,6 +117,13 @@ class SharedLedger(Ledger):
     def num_peer_requests(self) -> int:
         """The number of their requests under way."""
         return sum(len(peer.requests) for peer in self._peers.values())
+
+    def peers(self, now_s: float) -> list[PeerState]:
+        """Return the other routers."""
+        return [
+            PeerState(name, len(x.requests), now_s - x.heard_s, x.has_gap)
+            for name, x in self._peers.items()
+        ]
 
     def sent(self, request: Hashable, work: Work, now_s: float) -> None:
         super().sent(request, work, now_s)

@@ -42,6 +42,11 @@ class Sending:
 class RequestSpans:
     """The spans of one request. This class makes none: no collector is configured."""
 
+    @property
+    def trace_id(self) -> str:
+        """The id of their trace; "" without one."""
+        return ""
+
     @contextmanager
     def placing(self) -> Iterator[None]:
         """Wait for room and choose a worker, inside."""
@@ -117,6 +122,10 @@ class _RequestSpans(RequestSpans):
         self._span = tracer.start_span(f"POST {scope['path']}", caller, SpanKind.SERVER, attributes)
         self._inside = set_span_in_context(self._span, caller)
         self._placing: Span | None = None
+
+    @property
+    def trace_id(self) -> str:
+        return f"{self._span.get_span_context().trace_id:032x}"
 
     @contextmanager
     def placing(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from hetero_connector.containers import BoundedDict, ExpiringHeap
@@ -20,6 +21,9 @@ class _Session:
     """The worker at which it decoded last."""
     in_flight: dict[int, int] = field(default_factory=dict)
     """Turns under way, by the boundary that they continue."""
+
+
+_owner_of = attrgetter("owner")
 
 
 class _Idle(NamedTuple):
@@ -50,6 +54,10 @@ class SessionTable:
         """Return the worker at which a session decodes; None if it is not known."""
         session = self._sessions.get(session_id)
         return session.owner if session else None
+
+    def per_owner(self) -> Counter[str]:
+        """Return the number of sessions at each worker. O(sessions)."""
+        return Counter(map(_owner_of, self._sessions.values()))
 
     def has_sibling(self, session_id: str, boundary_tokens: int) -> bool:
         """Return True if another turn under way continues the session from the same boundary."""

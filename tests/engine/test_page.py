@@ -18,6 +18,14 @@ from examples.serving import Server
 from scripts.browser import Browser
 from scripts.make_screenshot import MODEL, load, server_of
 from tests.engine.harness import prompt_tokens
+from tests.live_pages import (
+    SHOWN,
+    assert_that_it_fits,
+    figure,
+    has_drawn,
+    open_with_key,
+    type_key,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -72,25 +80,8 @@ def complete(server: Server, seed: int, num_tokens: int = 900) -> None:
 def browser(server: Server) -> Iterator[Browser]:
     """A browser that has the key and shows the figures."""
     with Browser() as browser:
-        browser.open(url_of(server))
-        browser.wait("!document.querySelector('#key').hidden")
-        browser.problems()  # that the first request has no key is one
-        type_key(browser, KEY)
-        browser.wait(SHOWN)
+        open_with_key(browser, url_of(server), KEY)
         yield browser
-
-
-SHOWN = "document.querySelector('#connection').textContent === 'live'"
-
-
-def type_key(browser: Browser, key: str) -> None:
-    text = f"document.querySelector('#key-text').value = {json.dumps(key)}"
-    browser.evaluate(f"{text}; document.querySelector('#key').requestSubmit()")
-
-
-def figure(browser: Browser, selector: str) -> int:
-    """Return the first number of an element."""
-    return int(browser.text(selector).split()[0].replace(",", ""))
 
 
 def bytes_on_page(browser: Browser, tier: str, row: int) -> int:
@@ -182,14 +173,7 @@ def test_it_moves_while_the_server_works(server: Server, browser: Browser) -> No
             f" > {before}"
         )
         browser.wait("document.querySelector('#tiles').innerText.includes('last minutes')")
-    drawn = """(() => {
-        const chart = document.querySelector('#tokens-chart canvas'), { width, height } = chart;
-        const dots = chart.getContext('2d').getImageData(0, 0, width, height).data;
-        const colors = new Set(new Uint32Array(dots.buffer));
-        const wanted = getComputedStyle(document.documentElement).getPropertyValue('--hbm');
-        const [r, g, b] = wanted.match(/[0-9a-f]{2}/g).map((x) => parseInt(x, 16));
-        return colors.has((255 << 24 | b << 16 | g << 8 | r) >>> 0);
-    })()"""
+    drawn = has_drawn("tokens-chart", "--hbm")
     assert browser.wait(drawn), "a bar in the colour of its source"
     assert browser.problems() == []
 
@@ -197,13 +181,7 @@ def test_it_moves_while_the_server_works(server: Server, browser: Browser) -> No
 @pytest.mark.parametrize("width", [400, 800, 1280])
 @pytest.mark.parametrize("dark", [False, True])
 def test_it_fits(server: Server, browser: Browser, width: int, dark: bool) -> None:
-    browser.open(url_of(server), width, dark=dark)
-    browser.wait(SHOWN)
-    browser.wait("document.querySelector('#tokens-chart canvas') !== null")
-    assert browser.evaluate("document.documentElement.scrollWidth") <= width
-    ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (sum(map(int, re.findall(r"\d+", ground))) < 3 * 128) == dark
-    assert browser.problems() == []
+    assert_that_it_fits(browser, url_of(server), width, dark=dark)
 
 
 def test_a_stopped_engine_is_named_and_its_figures_come_back(

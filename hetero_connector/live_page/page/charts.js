@@ -2,7 +2,7 @@
 
 import { clock, seconds } from "./units.js";
 
-const FEWEST = 10; // of what is counted in a second, at the top of the scale
+const FEWEST = 4; // of what is counted in a second, at the top of the scale
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 

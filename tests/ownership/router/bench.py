@@ -11,7 +11,6 @@ from types import TracebackType
 from typing import Any
 
 import httpx
-import uvicorn
 import yaml
 
 from ownership.router import serving
@@ -45,7 +44,7 @@ class RunningRouter:
         listener = serving.open_listener(config)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.port = listener.getsockname()[1]
-        self._server = uvicorn.Server(serving.uvicorn_settings(config, placer))
+        self._server = serving.make_server(config, placer)
         self._thread = threading.Thread(target=self._server.run, args=([listener],))
         self._num_ready = len(config.workers) if num_ready is None else num_ready
         self.client = httpx.Client(base_url=self.url, timeout=PATIENCE_S, trust_env=False)

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from benchmarks.stub_fleet import StubFleet
+from scripts.browser import find_chromium
 from tests.ownership.router.bench import RunningRouter, config_of
+
+if find_chromium() is None:  # see `make test-page`
+    collect_ignore = ["test_page.py"]
 
 StartRouter = Callable[..., RunningRouter]
 

@@ -69,9 +69,9 @@ class KnownFleet:
         self.router = RunningRouter(config, placer=self.placer)
         self.lines = folder / "decisions.jsonl"
 
-    def store(self, worker: int, chunks: int) -> None:
-        """Say that a worker has the first chunks of `PROMPT` in DRAM."""
-        found = asyncio.run(self.views.find("/v1/completions", {"prompt": PROMPT}, 1.0))
+    def store(self, worker: int, chunks: int, prompt: Sequence[int] = PROMPT) -> None:
+        """Say that a worker has the first chunks of a prompt in DRAM."""
+        found = asyncio.run(self.views.find("/v1/completions", {"prompt": prompt}, 1.0))
         [chain] = found.chains.values()
         assert len(chain.keys) > chunks
         claims = [
