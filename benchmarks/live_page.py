@@ -7,18 +7,15 @@ cores of the engine would be measured with its own work.
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_process import CHECKPOINTS, prompt_tokens
+from benchmarks.page_viewer import viewer
 from examples.checkpoints import write_checkpoint
 from examples.serving import Server, kv_transfer_config
 
@@ -29,12 +26,6 @@ _PROMPT_TOKENS = 256
 _NEW_TOKENS = 500
 _SESSIONS = 40
 """More than the page shows, so that each event is as large as it gets."""
-_VIEWER = """
-import sys, urllib.request
-with urllib.request.urlopen(sys.argv[1]) as events:
-    for line in events:
-        print(len(line), flush=True)
-"""
 
 
 @dataclass(frozen=True)
@@ -68,7 +59,7 @@ def measure(turns: int = _TURNS) -> DecodeTiming:
                 if not is_watched:
                     alone.append(_decode(server, turn))
                     continue
-                with _viewer(server) as size_bytes:
+                with viewer(f"{server.url}/v1/heterocache/live") as size_bytes:
                     watched.append(_decode(server, turn))
                     sizes.append(size_bytes)
     return DecodeTiming(alone, watched, max(sizes))
@@ -112,16 +103,3 @@ def _complete(server: Server, prompt: list[int], tokens: int, session: str = "")
     if session:
         body["kv_transfer_params"] = {"session_id": session}
     server.post("/v1/completions", body)
-
-
-@contextmanager
-def _viewer(server: Server) -> Iterator[int]:
-    """Watch the events in a process of its own; yield the bytes of the first."""
-    url = f"{server.url}/v1/heterocache/live"
-    command = [sys.executable, "-c", _VIEWER, url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as viewer:
-        assert viewer.stdout is not None
-        try:
-            yield int(viewer.stdout.readline())
-        finally:
-            viewer.kill()

@@ -7,6 +7,8 @@ Goals <= 1 and <= 5.
 the router uses. Goal >= 500.
 `memory_growth`: resident memory after `--requests` requests over that after a tenth of them. A
 quarter of them are streams, and some clients leave. Goal <= 1.05.
+`page_ratio`: the same streams with a viewer of the fleet's page over those without, by turns; each
+ratio is of two neighbours. Goal >= 0.98.
 Workers, router and clients are processes of their own; the figures are medians of the turns.
 """
 
@@ -21,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import aiohttp
@@ -29,12 +31,14 @@ import psutil
 import uvloop
 
 from benchmarks.measure import machine_line, publish, rounded, table
+from benchmarks.page_viewer import viewer
 from benchmarks.stub_fleet import StubFleet
 
 GOALS = {
     "added_ms_p50": "<= 1",
     "added_ms_p99": "<= 5",
     "streams_per_s_core": ">= 500",
+    "page_ratio": ">= 0.98",
     "memory_growth": "<= 1.05",
 }
 _PATH = "/v1/completions"
@@ -119,6 +123,23 @@ async def streams_per_core(
     return streams / (after.user + after.system - before.user - before.system)
 
 
+async def page_ratios(
+    session: aiohttp.ClientSession, url: str, process: psutil.Process, turns: int
+) -> list[float]:
+    """Return the rate of streams with a viewer of the page over that without, of each turn."""
+
+    async def rate(watched: bool) -> float:
+        with viewer(f"{url}/v1/heterocache/fleet/live") if watched else nullcontext():
+            return await streams_per_core(session, url, process, 600)
+
+    ratios = []
+    for turn in range(turns):
+        order = (True, False) if turn % 2 else (False, True)
+        rates = {watched: await rate(watched) for watched in order}
+        ratios.append(rates[True] / rates[False])
+    return ratios
+
+
 async def growth(
     session: aiohttp.ClientSession, url: str, process: psutil.Process, requests: int
 ) -> tuple[float, float]:
@@ -156,11 +177,13 @@ async def measure(urls: Sequence[str], requests: int, turns: int) -> dict[str, f
             for _ in range(turns):
                 added.append(await added_ms(session, urls[0], url, 500))
                 rates.append(await streams_per_core(session, url, process, 600))
+            ratios = await page_ratios(session, url, process, turns)
             ratio, rss = await growth(session, url, process, requests)
     return {
         "added_ms_p50": statistics.median(x for x, _ in added),
         "added_ms_p99": statistics.median(x for _, x in added),
         "streams_per_s_core": statistics.median(rates),
+        "page_ratio": statistics.median(ratios),
         "memory_growth": ratio,
         "memory_mib": rss / 2**20,
     }
