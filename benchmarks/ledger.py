@@ -1,8 +1,9 @@
 """`python -m benchmarks.ledger --mooncake FILE --sessions FILE [--json]`: what a router must know.
 
 The default policy on recorded traces by what its routers know: the ledger of what they sent and
-saw, loads as last reported, several routers, ends of sessions guessed by a fixed time. Each figure
-is the waiting of a task over that of an exact view with the same seed, the median over the seeds.
+saw, loads as last reported, several routers, late or wrong knowledge of the prefixes that workers
+hold, ends of sessions guessed by a fixed time. Each figure is the waiting of a task over that of an
+exact view with the same seed, the median over the seeds.
 
 `ledger_us_64`: microseconds of a decision that the ledger takes, in a fleet of 64 workers with 16
 requests each: its view, what it knows of the session, and the request that is sent. Goal <= 20.
@@ -55,6 +56,11 @@ MORE_ROUTERS = {
     "2 routers, deltas after 50 ms": "+routers=2+deltas=0.05",
     "4 routers, deltas after 50 ms": "+routers=4+deltas=0.05",
 }
+PREFIXES = {
+    **{f"prefixes {lag:g} s late": f"+prefix_lag={lag:g}" for lag in (0.01, 0.1, 1.0, 3.0)},
+    **{f"{share:.0%} of the prefixes wrong": f"+wrong_prefixes={share:g}" for share in (0.02, 0.1)},
+    "every prefix wrong": "+wrong_prefixes=1",
+}
 GUESSES_S = (30.0, 300.0)
 """Seconds for which a session is expected back if its end is guessed."""
 
@@ -102,7 +108,7 @@ def simulated(case: Case, trace: Trace, seed: int, scale: float) -> Iterator[tup
         return result.figures.task_wait_mean_s
 
     exact_s = wait_s(EXACT)
-    for name, options in {**ONE_ROUTER, **MORE_ROUTERS}.items():
+    for name, options in {**ONE_ROUTER, **MORE_ROUTERS, **PREFIXES}.items():
         yield name, wait_s(options) / exact_s
     for seconds in GUESSES_S:
         guess = type("Guess", (FixedReturn,), {"seconds": seconds})

@@ -269,6 +269,8 @@ _OPTIONS: dict[str, Callable[[str, str, str], object]] = {
     "lost_reports": _share,
     "routers": _count,
     "deltas": _from_0,
+    "prefix_lag": _from_0,
+    "wrong_prefixes": _share,
     "without": _term,
     "copies": _above_0,
     "prefill_scale": _above_0,

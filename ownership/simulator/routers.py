@@ -1,14 +1,16 @@
 """The routers of a simulated fleet, and what each of them knows.
 
-By default a router knows what it sent and saw, and what workers report (`Ledger`). Two other views
-are there to compare with: loads as last reported, and an exact one that no router can have.
+By default a router knows what it sent and saw, and what workers report (`Ledger`), and at once what
+they have stored. Two other views are there to compare with: loads as last reported, and an exact
+one that no router can have. What workers have stored may be known late, or wrong.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import NamedTuple
 
@@ -17,11 +19,12 @@ from ownership.scheduling.fleet import FleetView, Link, WorkerLoad
 from ownership.scheduling.footprint import StateFootprint
 from ownership.scheduling.ledger import Ledger, Work
 from ownership.scheduling.policy import SchedulingPolicy
-from ownership.scheduling.step import Step
+from ownership.scheduling.step import Step, WorkerPrefix
 from ownership.simulator.clock import EventLoop
 from ownership.simulator.machine.request import LiveRequest
 from ownership.simulator.machine.worker import Worker
 from ownership.simulator.sessions import LiveSession
+from ownership.simulator.traces.block_runs import BlockRuns
 
 VIEWS = ("ledger", "reports", "exact")
 
@@ -42,6 +45,21 @@ class Knowledge(NamedTuple):
     """Each request arrives at one of them, drawn at random."""
     deltas: float | None = None
     """Seconds until a router knows what another has sent and seen; None: it never does."""
+    prefix_lag: float = 0.0
+    """Seconds until routers know what a worker has stored."""
+    wrong_prefixes: float = 0.0
+    """Share of the prefixes that workers hold of which routers believe another length, drawn evenly
+    up to the prompt's."""
+
+
+class _News(NamedTuple):
+    """Chunks that a worker has just stored."""
+
+    told_s: float
+    """Time from which routers know it."""
+    chain: BlockRuns
+    begin: int
+    """The first new chunk."""
 
 
 class Router:
@@ -171,6 +189,12 @@ class Routers:
             return Router(chosen, fleet())
 
         self.routers: Sequence[Router] = [router(i) for i in range(knowledge.routers)]
+        self._news: dict[str, deque[_News]] = {}
+        """The chunks that each worker has stored in the last `prefix_lag` seconds."""
+        if knowledge.prefix_lag:
+            for name, worker in workers.items():
+                news = self._news[name] = deque[_News]()
+                worker.on_stored = partial(self._add_news, news)
 
     def start(self) -> None:
         """Announce the first reports; workers report one after the other."""
@@ -179,6 +203,23 @@ class Routers:
             for number, worker in enumerate(self._workers.values()):
                 first_s = interval_s * (number + 1) / len(self._workers)
                 self._loop.at(first_s, self._report, worker, interval_s)
+
+    def prefixes(self, chain: BlockRuns, chunk_tokens: int) -> dict[str, WorkerPrefix]:
+        """Return how far each worker could resume a prompt, as routers know it, by name.
+
+        `chain`: the prompt up to the last boundary at which it could resume.
+        """
+        found, wrong_share = {}, self._knowledge.wrong_prefixes
+        for name, worker in self._workers.items():
+            known = chain.head(self._told(name, chain)) if self._news else chain
+            prefix = worker.memory.worker_prefix(known)
+            if prefix is None:
+                continue
+            if wrong_share and self._rng.random() < wrong_share:
+                tokens = self._rng.randint(0, chain.num_blocks) * chunk_tokens
+                prefix = WorkerPrefix(min(prefix.hbm_tokens, tokens), tokens, tokens)
+            found[name] = prefix
+        return found
 
     def arrive(self, request: LiveRequest) -> Router:
         """Return the router at which a request arrives, brought up to date."""
@@ -219,6 +260,20 @@ class Routers:
         """A session has ended."""
         for router in self.routers:
             router.on_closed(live)
+
+    def _add_news(self, news: deque[_News], chain: BlockRuns, begin: int) -> None:
+        """A worker has stored a chain's chunks from `begin` on."""
+        news.append(_News(self._loop.now_s + self._knowledge.prefix_lag, chain, begin))
+
+    def _told(self, name: str, chain: BlockRuns) -> int:
+        """Return the leading chunks of a prompt that a worker has not stored just now."""
+        news, told = self._news[name], chain.num_blocks
+        while news and news[0].told_s <= self._loop.now_s:
+            news.popleft()
+        for one in news:
+            if one.chain.shared_with(chain) > one.begin:
+                told = min(told, one.begin)
+        return told
 
     def _tell(self, request: LiveRequest, event: Callable[[Router, float], None]) -> None:
         """Tell the router of a request at once, and the others later."""

@@ -196,11 +196,6 @@ class FleetSimulation:
     def _step(self, live: LiveSession, request: LiveRequest) -> Step:
         """Return the request as it is, without what a router has to know of its session."""
         chain = request.chain.head((request.prompt_tokens - 1) // self.shape.chunk_tokens)
-        prefixes = {}
-        for name, worker in self.workers.items():
-            prefix = worker.memory.worker_prefix(chain)
-            if prefix is not None:
-                prefixes[name] = prefix
         recorded = live.request(request.index)
         boundary_tokens = live.boundary_tokens(request.index, self._block_tokens)
         request.alone_s = live.alone_s[request.index] = self._times.alone_s(
@@ -208,7 +203,7 @@ class FleetSimulation:
         )
         return Step(
             request.prompt_tokens,
-            prefixes,
+            self.routers.prefixes(chain, self.shape.chunk_tokens),
             live.session.id,
             boundary_tokens=boundary_tokens,
             from_tool=recorded.trigger is Trigger.TOOL_RESULT,

@@ -8,6 +8,7 @@ from tests.ownership.simulator.small_fleets import agents
 VIEWS = [
     *ledger.ONE_ROUTER,
     *ledger.MORE_ROUTERS,
+    *ledger.PREFIXES,
     *(f"ledger, sessions expected for {seconds:g} s" for seconds in ledger.GUESSES_S),
 ]
 

@@ -106,6 +106,8 @@ class Worker:
     ) -> None:
         """`on_finished(worker, request)` is called for every request that ends here."""
         self.spec, self.name, self.shape = spec, spec.name, shape
+        self.on_stored: Callable[[BlockRuns, int], None] | None = None
+        """Called with a chain and the first of its chunks that are new here."""
         self.flows = Flows()
         self.ssd_reads, self.incoming, self.outgoing = Channel(), Channel(), Channel()
         self._loop = loop
@@ -229,6 +231,8 @@ class Worker:
             self.flows.fetched.add(chunks, checkpoints, short)
             self.memory.dram.unpin(pinned)
             self.memory.add_read(chain, spans, checkpoints)
+            if self.on_stored is not None:
+                self.on_stored(chain.head(boundary), here.chunks)
             on_read(boundary)
 
         self._loop.at(end_s, on_arrival)
@@ -288,6 +292,8 @@ class Worker:
     ) -> None:
         """Add a chain to the tiers. `short`: its last chunk, if it is a short one."""
         sealed = self.memory.seal(chain, checkpoints)
+        if self.on_stored is not None and sealed.dram.chunks:
+            self.on_stored(chain, sealed.dram.end - sealed.dram.chunks)
         written = ((self.flows.written, added) for added in sealed.ssd)
         for flow, added in ((self.flows.sealed, sealed.dram), *written):
             is_short = short is not None and added.end > short.before

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hetero_connector.errors import SimulationError
+from ownership.scheduling.step import WorkerPrefix
 from ownership.simulator.policies import parse_policy
 from ownership.simulator.routers import Knowledge, Router
 from ownership.simulator.simulation import FleetSimulation
 from ownership.simulator.state.shape import StateShape
+from ownership.simulator.traces.block_runs import BlockRuns
 from ownership.simulator.traces.session import Session, Trace
 from tests.ownership.simulator.checked_runs import figures, run_of
 from tests.ownership.simulator.small_fleets import agents, fleet, prompt, trace_of
@@ -21,6 +25,7 @@ ALL_VIEWS = (
     "+routers=3",
     "+routers=3+deltas=0.05",
     "+routers=2+reports=1",
+    "+prefix_lag=0.5+wrong_prefixes=0.3",
 )
 
 
@@ -97,6 +102,42 @@ def test_two_routers_know_their_own_and_by_reports_those_of_the_other() -> None:
     assert sum(known for known, _ in reported) > 0.9 * sum(there for _, there in reported)
 
 
+def prefixes_known(policy: str, wait_s: float) -> list[int]:
+    """Return the tokens of a prompt that a router believes are stored, before and after it runs.
+
+    The prompt comes again `wait_s` after it was stored.
+    """
+    spec, told = fleet(1), []
+    first = replace(prompt(0, 2_048), output_tokens=1)
+    again = replace(prompt(0, 2_304), parent=0, think_s=wait_s)
+    shape = StateShape.of(spec.model, 256)
+    sessions = iter(trace_of(Session("a", (first, again), 0.0)))
+    run = FleetSimulation(spec, parse_policy(policy), shape, sessions, 256, 0)
+    known = run.routers.prefixes
+
+    def prefixes(chain: BlockRuns, chunk_tokens: int) -> dict[str, WorkerPrefix]:
+        found = known(chain, chunk_tokens)
+        told.append(max(found.get("w0", WorkerPrefix())))
+        return found
+
+    run.routers.prefixes = prefixes  # type: ignore[method-assign]
+    run.run()
+    return told
+
+
+def test_what_was_stored_just_now_is_known_late() -> None:
+    assert prefixes_known("ownerserve", 0.1) == [0, 2_048]
+    assert prefixes_known("ownerserve+prefix_lag=1", 0.1) == [0, 0]
+    assert prefixes_known("ownerserve+prefix_lag=1", 1.1) == [0, 2_048]
+
+
+def test_a_prefix_that_is_known_wrong_has_another_length_or_none() -> None:
+    sent = agents(8, rate=0.5)
+    right, wrong = (figures(sent, fleet(3), f"ownerserve{x}") for x in ("", "+wrong_prefixes=1"))
+    assert wrong.requests == right.requests
+    assert wrong.owner_hit_rate < right.owner_hit_rate
+
+
 def test_the_default_is_what_a_router_can_know() -> None:
     assert parse_policy("ownerserve").knowledge == Knowledge("ledger", None, 0.0, 0.0, 1, None)
 
@@ -108,6 +149,8 @@ def test_the_default_is_what_a_router_can_know() -> None:
         ("view=reports", "there are no reports: add reports=SECONDS"),
         ("report_lag=1", "there are no reports"),
         ("view=exact+reports=1", "an exact view has no reports"),
+        ("view=exact+prefix_lag=1", "an exact view has no prefix_lag"),
+        ("wrong_prefixes=2", "2 is no share of 1"),
         ("deltas=1", "one router has no other: add routers=2"),
         ("routers=0", "'0' is no number from 1 to 1000"),
         ("reports=1+lost_reports=1.5", "1.5 is no share of 1"),
