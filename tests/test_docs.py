@@ -520,9 +520,9 @@ NOT_OURS = frozenset(
     {"NixlConnector", "kv_load_failure_policy", "int8_", "fp8_", "int4_per_token_head"}
     | {"AMX_MLA", "VLLM_NIXL_SIDE_CHANNEL_HOST", "_PORT"}
     | {"no_new_privs", "CAP_SYS_PTRACE", "yama", "ptrace_scope"}
-    | {"override_host"}
+    | {"override_host", "endpointPickerRef", "InferencePool"}
 )
-"""Names of vLLM, of Linux and of Envoy."""
+"""Names of vLLM, of Linux, and of Envoy and its gateways."""
 
 
 @pytest.mark.parametrize("path", [x for x in PRESENT if x.stem != "metrics"], ids=name)

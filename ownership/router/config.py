@@ -130,6 +130,13 @@ def _url(key: str, value: object) -> str:
     return value
 
 
+def _tls(key: str, value: object) -> Path:
+    folder = Path(value).expanduser() if isinstance(value, str) else None
+    if folder is None or not all((folder / x).is_file() for x in ("tls.crt", "tls.key")):
+        raise ConfigError(key, f"expected a folder with tls.crt and tls.key, got {value!r}")
+    return folder
+
+
 def _dns(key: str, value: object) -> str:
     host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -267,9 +274,17 @@ class RouterConfig:
     ext_proc_port: int | None = declare(
         "port",
         _port,
-        "Port of the endpoint picker for Envoy, by gRPC without TLS. Needs the extra `ext-proc`",
+        "Port of the endpoint picker for Envoy, by gRPC. Needs the extra `ext-proc`",
         None,
         unset="none",
+    )
+    ext_proc_tls: Path | None = declare(
+        "path",
+        _tls,
+        "A folder with `tls.crt` and `tls.key`, as a Secret of Kubernetes is mounted: the endpoint "
+        "picker then speaks TLS. The files may change",
+        None,
+        unset="no TLS",
     )
     api_keys: tuple[bytes, ...] = declare(
         "path",

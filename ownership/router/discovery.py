@@ -66,6 +66,8 @@ class Discovery:
             about = os.stat(path)
             version = (about.st_mtime_ns, about.st_size, about.st_ino)
             if version != self._file_version:
+                if about.st_size == 0 and self._in_file:  # it may be about to be written
+                    raise RouterConfigError(str(path), ["it is empty; [] means no workers"])
                 self._in_file = read_workers(path)
                 self._file_version = version
         except (OSError, RouterConfigError) as error:

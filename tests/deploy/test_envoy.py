@@ -233,6 +233,22 @@ def test_a_client_that_leaves_frees_the_ledger(start: Start, fleet: StubFleet) -
     wait_until(lambda: sum(seen(x)["seen"].get("aborted", 0) for x in fleet.urls) == aborted + 3)
 
 
+def test_without_the_answers_bodies_requests_count_to_their_ends(
+    start: Start, fleet: StubFleet
+) -> None:
+    router, client = start(body_modes("FULL_DUPLEX_STREAMED", "NONE"))
+    slow = {"prompt": "x", "stream": True, "stub": {"events": 10, "gap_s": 0.05}}
+    with client.stream("POST", PATH, json=slow) as answer:
+        parts = answer.iter_raw()
+        next(parts)
+        assert under_way(router, fleet) == 1
+        assert b"[DONE]" in b"".join(parts)
+    wait_until(lambda: under_way(router, fleet) == 0)
+    with client.stream("POST", PATH, json=slow | {"stub": {"events": 9_999, "gap_s": 0.05}}):
+        assert under_way(router, fleet) == 1
+    wait_until(lambda: under_way(router, fleet) == 0)
+
+
 def test_a_worker_that_is_lost_gets_nothing_for_a_pause(start: Start) -> None:
     with StubFleet(2) as fleet:
         router, client = start(workers=fleet, probe_s=30)

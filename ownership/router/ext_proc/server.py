@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -47,9 +48,12 @@ async def endpoint_picker(
     server.add_generic_rpc_handlers((_processor(parts), _health(is_ready)))
     host = f"[{config.host}]" if ":" in config.host else config.host
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError as error:
-        problem = f"ext_proc_port: cannot listen at {config.host}, port {port}"
+        if config.ext_proc_tls is None:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        else:
+            bound = server.add_secure_port(f"{host}:{port}", _credentials(config.ext_proc_tls))
+    except (OSError, RuntimeError) as error:
+        problem = f"ext_proc_port: cannot listen at {config.host}, port {port}: {error}"
         raise RouterConfigError("the router", [problem]) from error
     await server.start()
     _log.info("endpoint picker listening at %s:%d", host, bound)
@@ -57,6 +61,16 @@ async def endpoint_picker(
         yield bound
     finally:
         await server.stop(config.drain_s)
+
+
+def _credentials(folder: Path) -> Any:
+    """Return the certificate as it is at each handshake: its issuer replaces the files."""
+
+    def read() -> Any:
+        pair = (folder / "tls.key").read_bytes(), (folder / "tls.crt").read_bytes()
+        return grpc.ssl_server_certificate_configuration([pair])
+
+    return grpc.dynamic_ssl_server_credentials(read(), read)
 
 
 def _processor(parts: Parts) -> Any:

@@ -153,6 +153,8 @@ class Stream:
             has_failed = True
             raise
         finally:
+            # Events that Envoy does not show are counted as those of an answer in one piece.
+            request.is_stream &= self._response_mode != BodyMode.NONE
             reservation.free(has_failed=has_failed)
         if answer.status in _LOST:
             worker.breaker.on_failure()

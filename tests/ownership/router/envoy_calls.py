@@ -26,8 +26,14 @@ EVENT = b'data: {"id": "cmpl-7", "choices": []}\n\n'
 
 
 @contextmanager
-def channel(port: int) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as found:
+def channel(port: int, root: bytes | None = None) -> Iterator[grpc.Channel]:
+    """`root`: the certificate that a server with TLS is checked by."""
+    address = f"127.0.0.1:{port}"
+    if root is None:
+        opening = grpc.insecure_channel(address)
+    else:
+        opening = grpc.secure_channel(address, grpc.ssl_channel_credentials(root))
+    with opening as found:
         yield found
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import trustme
 
 from benchmarks.stub_fleet import StubFleet
 from hetero_connector.errors import RouterConfigError
@@ -331,6 +332,25 @@ def test_the_ledger_and_the_decisions_are_those_of_the_proxy(known: KnownFleet) 
     assert known.router.metric("first_byte_seconds_count", path="completions") == 3
 
 
+def test_an_answer_whose_body_is_not_shown_counts_to_its_end_with_a_guessed_length(
+    known: KnownFleet,
+) -> None:
+    with channel(known.router.picker_port) as picker:
+        call = EnvoyCall(picker, response_mode=BodyMode.NONE)
+        call.send_request(prompt=PROMPT, stream=True)
+        worker = call.destination()
+        call.echo()
+        call.answer_head()
+        assert known.router.metric("in_flight", worker=worker) == 1
+        call.close()
+        assert known.router.metric("in_flight", worker=worker) == 0
+    wait_until(known.decisions)
+    [line] = known.decisions()
+    assert line["events"] is None
+    assert 0.0 < line["first_byte_s"] <= line["total_s"]
+    assert known.router.metric("requests_total", path="completions", status="200") == 1
+
+
 @pytest.mark.parametrize("mode", [DUPLEX, BUFFERED])
 def test_another_worker_computes_the_prompt_and_the_body_says_so(
     fleet: StubFleet, tmp_path: Path, mode: int
@@ -407,6 +427,55 @@ def test_a_worker_with_a_name_is_given_by_its_address(
         call.send_request()
         assert call.destination() in {f"{x}:{fleet.ports[0]}" for x in ("127.0.0.1", "[::1]")}
         call.call.cancel()
+
+
+def test_a_router_that_ends_lets_streams_come_to_their_ends(start_router: StartRouter) -> None:
+    router = start_router(ext_proc_port=0)
+    with channel(router.picker_port) as picker:
+        call, refused = EnvoyCall(picker), grpc.StatusCode.UNAVAILABLE
+        call.send_request()
+        call.destination()
+        call.echo()
+        call.answer_head()
+        router.end()
+
+        def is_closed() -> bool:
+            late = EnvoyCall(picker)
+            late.send_request()
+            try:
+                late.destination()
+            except grpc.RpcError as error:
+                return bool(error.code() is refused)  # type: ignore[attr-defined]
+            late.call.cancel()
+            return False
+
+        wait_until(is_closed)
+        assert call.answer_body(EVENT) == EVENT
+        call.close()
+
+
+def test_certificates_are_those_of_the_folder_also_after_they_were_replaced(
+    start_router: StartRouter, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tls"
+    folder.mkdir()
+
+    def issue() -> bytes:
+        authority = trustme.CA()
+        own = authority.issue_cert("127.0.0.1")
+        own.private_key_pem.write_to_path(folder / "tls.key")
+        own.cert_chain_pems[0].write_to_path(folder / "tls.crt")
+        return bytes(authority.cert_pem.bytes())
+
+    first = issue()
+    router = start_router(ext_proc_port=0, ext_proc_tls=str(folder))
+    with channel(router.picker_port, first) as picker:
+        assert health(picker, "readiness") == SERVING
+    second = issue()
+    with channel(router.picker_port, second) as picker:
+        assert health(picker, "readiness") == SERVING
+    with channel(router.picker_port, first) as picker, pytest.raises(grpc.RpcError):
+        health(picker, "readiness")
 
 
 def test_health_says_if_a_worker_serves(picker: grpc.Channel, start_router: StartRouter) -> None:

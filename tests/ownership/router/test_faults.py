@@ -167,7 +167,7 @@ def test_a_worker_that_comes_back_at_its_address_serves_again(
 
 
 def test_the_file_of_workers_is_read_again_when_it_changes(
-    start_router: StartRouter, pair: StubFleet, tmp_path: Path
+    start_router: StartRouter, pair: StubFleet, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "workers.yaml"
     one, two = ({"url": url, "name": name} for url, name in zip(pair.urls, "ab", strict=True))
@@ -186,9 +186,11 @@ def test_the_file_of_workers_is_read_again_when_it_changes(
     thread.join()
     assert streamed[0].endswith("data: [DONE]\n\n"), "what it had begun was ended"
 
-    file.write_text("- nonsense")
+    for text, problem in (("", "it is empty"), ("- nonsense", "'nonsense'")):
+        file.write_text(text)
+        wait_until(lambda problem=problem: problem in caplog.text)
+        assert router.complete().status_code == 200, "a file that cannot be read changes nothing"
     two["drain"] = True
-    assert router.complete().status_code == 200, "a file that cannot be read changes nothing"
     file.write_text(json.dumps([one, two]))
     wait_until(lambda: router.states() == {"a": "up", "b": "up"})
     served = {router.complete().headers["x-heterocache-worker"] for _ in range(6)}

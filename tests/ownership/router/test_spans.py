@@ -20,6 +20,7 @@ from ownership.router.view import FleetChains, PrefixViews, Trust
 from ownership.scheduling.registry import scheduling_policy
 from tests.engine.collector import Collector, attributes
 from tests.ownership.router.bench import RunningRouter, config_of, seen
+from tests.ownership.router.envoy_calls import EnvoyCall, channel, headers_of
 
 CALLER = "11112222333344445555666677778888"
 CLIENT = f"00-{CALLER}-aaaabbbbccccdddd-01"
@@ -41,7 +42,8 @@ def traced(
         views = PrefixViews(PromptIdentity(None, ChainCache()), FleetChains(), Trust(), None)
         placer = PolicyPlacer(scheduling_policy("ownerserve", Random(0)), views, WorkerFigures())
         folder = tmp_path_factory.mktemp("traced")
-        config = config_of(folder, workers=fleet.urls, otlp_traces_endpoint=collector.endpoint)
+        keys = {"otlp_traces_endpoint": collector.endpoint, "ext_proc_port": 0}
+        config = config_of(folder, workers=fleet.urls, **keys)
         with RunningRouter(config, placer=placer) as running:
             yield running
         views.close()
@@ -101,6 +103,27 @@ def test_without_a_traceparent_of_the_client_the_worker_gets_one(
 ) -> None:
     worker = traced.complete(prompt="x").headers["x-heterocache-worker"]
     assert len(seen(f"http://{worker}")["last_headers"]["traceparent"]) == len(CLIENT)
+
+
+def test_a_request_that_envoy_sends_is_in_the_same_trace(
+    traced: RunningRouter, collector: Collector
+) -> None:
+    trace = "77" * 16
+    with channel(traced.picker_port) as picker:
+        call = EnvoyCall(picker)
+        call.send_head(traceparent=f"00-{trace}-aaaabbbbccccdddd-01", tracestate="vendor=1")
+        call.send_body(b'{"prompt": "x"}')
+        mutation = call.next("request_headers").request_headers.response.header_mutation
+        call.echo()
+        call.serve()
+    found = spans_of(collector, trace)
+    upstream = found["heterocache.upstream"]
+    given = headers_of(mutation)
+    assert given["traceparent"] == f"00-{trace}-{upstream.span_id.hex()}-01"
+    assert "tracestate" not in given, "it is as it was"
+    assert attributes(upstream)["http.response.status_code"] == 200
+    assert attributes(found["POST /v1/completions"])["http.response.status_code"] == 200
+    assert attributes(found["heterocache.place"])["heterocache.certainty"] == "blind"
 
 
 def test_each_sending_has_its_span(traced: RunningRouter, collector: Collector) -> None:
