@@ -167,7 +167,8 @@ def _worker(
             "report_age_s": age_s if math.isfinite(age_s) else None,
         }
     if stored is not None:
-        found["stored"] = {"age_s": now_s - stored.told_s, **msgspec.structs.asdict(stored)}
+        told = msgspec.structs.asdict(stored)
+        found["stored"] = {"age_s": now_s - told.pop("told_s"), **told}
     return found
 
 

@@ -90,7 +90,7 @@ function showWorkers(view) {
       element("td", {}, element("span", { className: `state ${state}` }, text)),
       element("td", {}, x.role),
       number(x.load ? `${count(x.load.prefilling)} + ${count(x.load.decoding)}` : count(x.requests), x.load ? `${count(x.requests)} of them through this process` : "through this process"),
-      number(others === null ? soft("–") : count(others)),
+      number(others === null || age === null ? soft("–") : count(others)),
       number(x.load ? count(x.load.queued_tokens) : soft("–")),
       number(age === null ? soft("–") : element("span", { className: age > OLD_REPORT_S ? "bad" : "" }, `${seconds(age)} ago`)),
       number(x.sessions === null ? soft("–") : count(x.sessions)),

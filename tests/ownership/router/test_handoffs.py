@@ -55,6 +55,14 @@ def busy(known: KnownFleet, worker: int) -> float:
     return known.router.metric("in_flight", worker=known.names[worker])
 
 
+def test_the_fleets_page_has_both_workers_and_the_time_of_the_prefill(known: KnownFleet) -> None:
+    known.complete()
+    [decision] = known.router.client.get("/v1/heterocache/fleet").json()["decisions"]
+    assert [decision["prefill_worker"], decision["worker"]] == known.names
+    assert 0 < decision["prefill_s"] < decision["first_byte_s"]
+    assert decision["prefill_problem"] == ""
+
+
 @pytest.mark.parametrize("path", DOORS)
 def test_one_worker_computes_the_prompt_and_another_answers(
     path: str, known: KnownFleet, fleet: StubFleet

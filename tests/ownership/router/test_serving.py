@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -50,6 +51,10 @@ class Processes:
         """Send a request over a connection of its own."""
         return httpx.post(f"{self.url}/v1/completions", json={}, timeout=PATIENCE_S).status_code
 
+    def fleet(self) -> Any:
+        """Return what one of the processes shows of the fleet."""
+        return httpx.get(f"{self.url}/v1/heterocache/fleet", timeout=PATIENCE_S).json()
+
     def counted(self) -> float:
         lines = httpx.get(f"{self.url}/metrics").text.splitlines()
         name = 'heterocache_router_requests_total{path="completions",status="200"} '
@@ -81,6 +86,21 @@ def test_all_processes_serve_and_are_counted_together(router: Processes) -> None
         assert router.complete() == 200
     assert router.counted() == before + 40
     assert all(x.num_ctx_switches().voluntary > used[x.pid] for x in router.serving())
+
+
+def test_each_process_shows_its_own_requests_and_says_so(router: Processes) -> None:
+    shown = dict[int, Any]()
+
+    def are_both_shown() -> bool:
+        fleet = router.fleet()
+        assert fleet["router"]["processes"] == 2
+        rows = [x for x in fleet["counts"]["requests"] if x["path"] == "completions"]
+        answered = sum(x["count"] for x in rows if x["status"] == "200")
+        shown[fleet["router"]["process"]] = answered
+        return len(shown) == 2 and sum(shown.values()) == router.counted()
+
+    wait_until(are_both_shown)
+    assert shown.keys() == {x.pid for x in router.serving()}
 
 
 def test_a_process_that_ends_is_started_again(router: Processes) -> None:
