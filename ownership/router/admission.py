@@ -82,10 +82,16 @@ class Admission:
     """Lets a request through when a worker has room for it. Belongs to one event loop."""
 
     def __init__(
-        self, room: Callable[[RouterRequest], int | None], max_queued: int, queue_s: float
+        self,
+        room: Callable[[RouterRequest], int | None],
+        max_queued: int,
+        queue_s: float,
+        on_queued: Callable[[int], object] = lambda count: None,
     ) -> None:
-        """`room`: requests that the workers for this one could still take; None: no worker."""
-        self._room = room
+        """`room`: requests that the workers for this one could still take; None: no worker.
+        `on_queued`: called with how many wait, when that has changed.
+        """
+        self._room, self._on_queued = room, on_queued
         self._max_queued = max_queued
         self._queue_s = queue_s
         self._queue = FairQueue()
@@ -110,6 +116,7 @@ class Admission:
             raise self._refused(Reason.QUEUE_FULL, text)
         waiter = _Waiter(request)
         self._queue.push(waiter)
+        self._on_queued(self.queued)
         self.admit()
         try:
             async with asyncio.timeout(self._queue_s):
@@ -117,6 +124,7 @@ class Admission:
         except BaseException as error:
             if not waiter.admitted.done():
                 self._queue.remove(waiter)
+                self._on_queued(self.queued)
             else:
                 self.placed()
             if isinstance(error, TimeoutError):
@@ -141,6 +149,7 @@ class Admission:
         """Let through those who can run. Also called when workers come or go."""
         while self._queue and (waiter := self._queue.pop(self._can_run)):
             self._placing += 1
+            self._on_queued(self.queued)
             waiter.admitted.set_result(None)
 
     def _can_run(self, request: RouterRequest) -> bool:

@@ -73,7 +73,9 @@ class Proxy:
     ) -> None:
         self._config, self._workers, self._placer = config, workers, placer
         self._session, self._metrics, self._spans = session, metrics, spans
-        self._admission = Admission(workers.room, config.max_queued, config.queue_s)
+        self._admission = Admission(
+            workers.room, config.max_queued, config.queue_s, metrics.queued.set
+        )
         workers.on_change.append(self._admission.admit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -178,7 +180,6 @@ class Proxy:
             placed = await self._placer.place(request, candidates)
         finally:
             self._admission.placed()
-            self._metrics.queued.set(self._admission.queued)
         if isinstance(placed, Refusal):
             raise RefusedError(placed)
         if placed.certainty:

@@ -256,10 +256,17 @@ def test_a_request_waits_for_room_and_gets_it(start_router: StartRouter) -> None
             call.send_request()
         worker = first.destination()
         assert second.destination() != worker
+        leaving = EnvoyCall(picker)
+        leaving.send_request()
+        wait_until(lambda: router.metric("queued") == 1)
+        leaving.call.cancel()
+        wait_until(lambda: router.metric("queued") == 0)
         third.send_request()
+        wait_until(lambda: router.metric("queued") == 1)
         first.echo()
         first.serve()
         assert third.destination() == worker
+        assert router.metric("queued") == 0
         for call in (second, third):
             call.call.cancel()
 
