@@ -134,7 +134,7 @@ def _sessions(
     preambles, next_id = [], 0
     for _ in range(spec.num_preambles):
         length = min(_length(spec.preamble_tokens, preamble_rng), spec.context_tokens - 1)
-        preamble = _Text(block_tokens).grown(length, next_id)
+        preamble = Text(block_tokens).grown(length, next_id)
         preambles.append(preamble)
         next_id += preamble.blocks.num_blocks
     popularity = np.arange(1, spec.num_preambles + 1, dtype=np.float64) ** -spec.preamble_skew
@@ -149,19 +149,19 @@ def _sessions(
 
 
 @dataclass(frozen=True, slots=True)
-class _Text:
+class Text:
     """A prompt that grows; its blocks are the full ones."""
 
     block_tokens: int
     tokens: int = 0
     blocks: BlockRuns = field(default_factory=BlockRuns)
 
-    def grown(self, by_tokens: int, next_id: int) -> _Text:
+    def grown(self, by_tokens: int, next_id: int) -> Text:
         """Append new text, whose blocks count from `next_id`."""
         tokens = self.tokens + by_tokens
         new_blocks = tokens // self.block_tokens - self.blocks.num_blocks
         runs = (*self.blocks.runs, (next_id, new_blocks))
-        return _Text(self.block_tokens, tokens, BlockRuns.of_runs(runs))
+        return Text(self.block_tokens, tokens, BlockRuns.of_runs(runs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class _Answered:
     """A request with its answer, which later requests continue."""
 
     index: int
-    text: _Text
+    text: Text
     """Prompt and answer."""
     end_s: float
 
@@ -178,7 +178,7 @@ class _SessionMaker:
     """Draws one session."""
 
     def __init__(
-        self, spec: SyntheticSpec, rng: np.random.Generator, preamble: _Text, next_id: int
+        self, spec: SyntheticSpec, rng: np.random.Generator, preamble: Text, next_id: int
     ) -> None:
         self._spec, self._rng, self._preamble = spec, rng, preamble
         self.next_id = next_id
@@ -211,7 +211,7 @@ class _SessionMaker:
 
     def _ask(
         self,
-        prompt: _Text,
+        prompt: Text,
         parent: int | None,
         offset_s: float,
         think_s: float | None,
@@ -235,12 +235,12 @@ class _SessionMaker:
         )
         return _Answered(len(self._made) - 1, answered, offset_s + answer_s)
 
-    def _fresh(self, length: Distribution) -> _Text:
+    def _fresh(self, length: Distribution) -> Text:
         """Draw a prompt that shares only its preamble, within the context."""
         room = self._spec.context_tokens - self._preamble.tokens
         return self._grown(self._preamble, min(_length(length, self._rng), room))
 
-    def _grown(self, text: _Text, by_tokens: int) -> _Text:
+    def _grown(self, text: Text, by_tokens: int) -> Text:
         grown = text.grown(by_tokens, self.next_id)
         self.next_id += grown.blocks.num_blocks - text.blocks.num_blocks
         return grown

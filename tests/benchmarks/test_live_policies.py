@@ -1,0 +1,189 @@
+"""The benchmark of policies on real servers, without servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from benchmarks.live_client import Answered, Played, play
+from benchmarks.live_fleet import Gained
+from benchmarks.live_policies import AGENTS, CHUNK, OWN, Run, drawn, headline, interval
+from benchmarks.live_twin import Machine, Simulated, Where, compared
+from benchmarks.scaled_sessions import scaled
+from hetero_connector.planner.compute_model import ComputeCoefficients
+from hetero_connector.planner.profile import CostProfile, ProfileSubject
+from ownership.scheduling.fleet import Role
+from ownership.simulator.machine.engine import EngineLimits
+from ownership.simulator.state.memory import TierBytes
+from ownership.simulator.state.shape import StateShape
+from ownership.simulator.traces.block_runs import BlockRuns
+from ownership.simulator.traces.session import Request, Session, Trace
+from tests.ownership.router.known_fleet import published
+from tests.planner.chains import DENSE
+
+_ANSWER = 7
+
+
+class Server:
+    """Answers with sevens, and keeps the prompts in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.prompts: list[tuple[str, list[int]]] = []
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.prompts.append((request.headers["x-session-id"], body["prompt"]))
+        headers = {
+            "x-heterocache-placement": "exact; action=colocated_prefill",
+            "x-heterocache-worker": "w0",
+        }
+        answer = web.StreamResponse(headers=headers)
+        await answer.prepare(request)
+        for _ in range(body["max_tokens"]):
+            event = {"choices": [{"text": "", "token_ids": [_ANSWER]}]}
+            await answer.write(f"data: {json.dumps(event)}\n\n".encode())
+        await answer.write(b"data: [DONE]\n\n")
+        return answer
+
+
+def trace_of(*sessions: Session) -> Trace:
+    return Trace("test", "test", 4, lambda: iter(sessions))
+
+
+def request(tokens: int, answer: int, first: int, parent: int | None = None) -> Request:
+    blocks = BlockRuns.of_runs([(first, tokens // 4)])
+    answered = BlockRuns.of_runs([(first, (tokens + answer) // 4)])
+    return Request(
+        0.0, tokens, answer, blocks, parent, None if parent is None else 0.0, answered=answered
+    )
+
+
+def test_clients_continue_the_answers_they_get() -> None:
+    fork = Session("a", (request(8, 4, 0), request(16, 2, 0, 0), request(20, 3, 0, 0)), 0.0)
+    alone = Session("b", (request(8, 1, 100),), 0.0)
+    server = Server()
+
+    async def played() -> Played:
+        app = web.Application()
+        app.router.add_post("/v1/completions", server.complete)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            return await play(
+                site.name.replace("0.0.0.0", "127.0.0.1"), "m", trace_of(fork, alone), 0
+            )
+        finally:
+            await runner.cleanup()
+
+    found = asyncio.run(played())
+    assert found.requests.keys() == {(0, 0), (0, 1), (0, 2), (1, 0)}
+    first, *later = [prompt for session, prompt in server.prompts if session == "0"]
+    for prompt in later:
+        assert prompt[:12] == [*first, *[_ANSWER] * 4]
+    assert sorted(map(len, later)) == [16, 20]
+    assert len(found.requests[0, 2].gaps_s) == 2
+    assert found.requests[0, 0].worker == "w0"
+    assert found.task_s[0] >= found.requests[0, 0].answer_s
+    assert len(found.answers_s) == 2
+
+
+def run_of(*task_s: float) -> Run:
+    answered = Answered(0.0, 10, "exact", "w0", first_s=0.5, last_s=1.0, gaps_s=[0.5])
+    played = Played({(0, 0): answered}, list(task_s), list(task_s), 1.0)
+    return Run(played, Gained({}, 0, 1.0), Counter(), 0.5, 0.4, 1.0)
+
+
+def test_the_best_policy_is_what_ownerserve_is_compared_with() -> None:
+    figures = headline({OWN: [run_of(2.0, 4.0)], "a": [run_of(1.0, 3.5)], "b": [run_of(4.0, 8.0)]})
+    assert figures["task_over_ownerserve"] == {OWN: 1.0, "a": 0.75, "b": 2.0}
+    assert figures["live_over_best"] == pytest.approx(1 / 0.75, abs=1e-3)
+    assert figures["interval"]["b"] == [2.0, 2.0]
+
+
+def test_an_interval_is_over_sessions() -> None:
+    own = np.array([[1.0] * 10])
+    low, high = interval(np.array([[0.5] * 5 + [1.5] * 5]), own)
+    assert low < 0.9 < 1.1 < high
+
+
+def test_turns_are_compared_by_staying_and_moving() -> None:
+    """Another name of the first worker is no other decision."""
+    workers = ["w0", "w0", "w1"]
+    requests = {
+        (0, i): Answered(0.0, 10, "exact", at, first_s=1.0, last_s=2.0)
+        for i, at in enumerate(workers)
+    }
+    real = Played(requests, [2.0], [6.0], 2.0)
+    placed = dict(zip(requests, ("w1", "w1", "w1"), strict=True))
+    ttft_s, answer_s = dict.fromkeys(requests, 0.5), dict.fromkeys(requests, 1.0)
+    twin = Simulated(placed, ttft_s, answer_s, [1.0], [])
+    found = compared(real, twin, twin._replace(are_equal=[True, False]))
+    assert found["placements_equal"] == pytest.approx(1 / 2)
+    assert found["turns_equal"] == pytest.approx(1 / 2)
+    assert found["simulated_over_real_ttft"] == pytest.approx(0.5)
+    assert found["simulated_over_real_answers"] == pytest.approx(0.5)
+
+
+def test_a_fleet_that_follows_serves_where_the_other_one_did() -> None:
+    trace = drawn(AGENTS, 4, 50.0, 0)
+    everything = StateShape.of(DENSE, CHUNK).request_bytes(400_000)
+    machine = Machine(published("a"), TierBytes(everything, everything), EngineLimits(2048, 8))
+    names, roles = ["w0", "w1"], [Role.BOTH] * 2
+    subject = ProfileSubject("A", "c", "float32", "", "auto", 1, "cpu")
+    profile = CostProfile("m", subject, ComputeCoefficients(0.005, 1e-4, 1e-9))
+    alone = machine.simulated(trace, OWN, names, roles, profile)
+    there = {
+        (session.id, request.input_tokens): Where("w1", "w1")
+        for session in trace
+        for request in session.requests
+    }
+    followed = machine.simulated(trace, OWN, names, roles, profile, there)
+    assert "w0" in alone.workers.values()
+    assert set(followed.workers.values()) == {"w1"}
+    assert followed.workers.keys() == alone.workers.keys()
+    assert 0.0 < sum(followed.are_equal) < len(followed.are_equal)
+
+
+def test_scaled_sessions_share_what_recorded_ones_shared() -> None:
+    def recorded(tokens: int, runs: list[tuple[int, int]], parent: int | None) -> Request:
+        think_s = None if parent is None else 30.0
+        return Request(0.0, tokens, 640, BlockRuns.of_runs(runs), parent, think_s)
+
+    long = Session("long", (recorded(64_000, [(9_000, 1_000)], None),), None, 0)
+    session = Session(
+        "s",
+        (
+            recorded(6_400, [(0, 100)], None),
+            recorded(12_800, [(0, 200)], 0),
+            recorded(3_200, [(0, 10), (500, 40)], 1),  # compacted
+        ),
+        None,
+        640,
+    )
+    trace = Trace("t", "t", 64, lambda: iter([long, session]), starts_recorded=False)
+    found = list(
+        scaled(
+            trace, sessions=5, rate=1.0, block_tokens=16, factor=10, think_factor=10,
+            longest_think_s=2.0, max_turns=5, context_tokens=2_000, seed=0,
+        )
+    )  # fmt: skip
+    assert [x.id for x in found] == ["s"]
+    first, second, third = found[0].requests
+    assert [x.input_tokens for x in (first, second, third)] == [640, 1_280, 320]
+    assert first.answered is not None
+    assert second.blocks.shared_with(first.answered) == first.answered.num_blocks
+    assert third.blocks.shared_with(second.blocks) == found[0].preamble_tokens // 16
+    assert second.think_s == 2.0
+
+
+def test_drawn_sessions_fit_the_engine() -> None:
+    for session in drawn(AGENTS, 20, 1.0, 0):
+        for each in session.requests:
+            assert each.input_tokens + each.output_tokens < 4_096
