@@ -2,9 +2,14 @@
 
 `added_ms_p50`, `added_ms_p99`: milliseconds that the router adds to a request of 2 KB and its
 answer: the percentile through the router minus that of direct requests, by turns, one at a time.
-Goals <= 1 and <= 5.
+Goals <= 1 and <= 5. `placed_ms_*` are the same of a router that identifies the prompt, asks the
+directory and places by price among `router_sessions.WORKERS` workers.
 `streams_per_s_core`: streams of 16 events, 20 ms apart, 64 at a time, for each second of CPU that
 the router uses. Goal >= 500.
+`decision_us_64`: microseconds to place a request among 64 workers, its view given. Goal <= 200.
+`cores_at_100_rps_100k`: cores of the router's processes at 100 requests a second of sessions with
+100,000 tokens, among 100 workers. Goal <= 4. Where that rate does not fit on the machine it is the
+value at 100 of a line through the cores at lower rates (`--rates`) and at none.
 `memory_growth`: resident memory after `--requests` requests over that after a tenth of them. A
 quarter of them are streams, and some clients leave. Goal <= 1.05.
 `page_ratio`: the same streams with a viewer of the fleet's page over those without, by turns; each
@@ -18,20 +23,19 @@ import argparse
 import asyncio
 import json
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 import aiohttp
 import psutil
 import uvloop
 
+from benchmarks import router_sessions
 from benchmarks.measure import machine_line, publish, rounded, table
 from benchmarks.page_viewer import viewer
+from benchmarks.router_decision import decision_us
+from benchmarks.router_process import percentile, running_router, wait_until_ready
 from benchmarks.stub_fleet import StubFleet
 
 GOALS = {
@@ -39,6 +43,8 @@ GOALS = {
     "added_ms_p99": "<= 5",
     "streams_per_s_core": ">= 500",
     "page_ratio": ">= 0.98",
+    "decision_us_64": "<= 200",
+    "cores_at_100_rps_100k": "<= 4",
     "memory_growth": "<= 1.05",
 }
 _PATH = "/v1/completions"
@@ -46,44 +52,6 @@ _PROMPT = "x" * 2_000
 _AT_ONCE = 64
 _WATCHED = 1_800
 """Streams for a ratio of per cents: processor time is counted in steps of 10 ms."""
-_START_S = 60.0
-
-
-@contextmanager
-def running_router(workers: Sequence[str]) -> Iterator[tuple[str, psutil.Process]]:
-    """Start a router of one process; yield its URL and its process."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "fleet.yaml"
-        config.write_text(json.dumps({"workers": list(workers), "host": "127.0.0.1", "port": 0}))
-        command = [sys.executable, "-m", "hetero_connector.tools.cli", "router"]
-        process = subprocess.Popen(
-            [*command, "--config", str(config)], stderr=subprocess.PIPE, text=True
-        )
-        try:
-            assert process.stderr is not None
-            urls = (line.split()[5] for line in process.stderr if "listening at" in line)
-            yield next(urls), psutil.Process(process.pid)
-        finally:
-            process.terminate()
-            process.wait()
-
-
-async def wait_until_ready(session: aiohttp.ClientSession, url: str, workers: int) -> None:
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline:
-        try:
-            async with session.get(f"{url}/ready") as answer:
-                states = (await answer.json())["workers"]
-                if list(states.values()).count("up") == workers:
-                    return
-        except aiohttp.ClientError:
-            pass
-        await asyncio.sleep(0.1)
-    raise RuntimeError("the router is not ready")
-
-
-def percentile(samples: Sequence[float], share: float) -> float:
-    return sorted(samples)[int(share * (len(samples) - 1))]
 
 
 async def added_ms(
@@ -171,7 +139,7 @@ async def growth(
 
 
 async def measure(urls: Sequence[str], requests: int, turns: int) -> dict[str, float]:
-    with running_router(urls) as (url, process):
+    with running_router(workers=list(urls)) as (url, process):
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             await wait_until_ready(session, url, len(urls))
             await streams_per_core(session, url, process, 100)  # connections
@@ -191,6 +159,24 @@ async def measure(urls: Sequence[str], requests: int, turns: int) -> dict[str, f
     }
 
 
+async def measure_placed(requests: int, turns: int) -> dict[str, float]:
+    """Return what a router adds that knows its workers' state."""
+    with (
+        router_sessions.known_fleet(router_sessions.WORKERS) as fleet,
+        running_router(**fleet.keys) as (url, _),
+    ):
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            await wait_until_ready(session, url, len(fleet.workers))
+            await added_ms(session, fleet.workers[0].url, url, 200)  # connections
+            added = [
+                await added_ms(session, fleet.workers[0].url, url, requests) for _ in range(turns)
+            ]
+    return {
+        "placed_ms_p50": statistics.median(x for x, _ in added),
+        "placed_ms_p99": statistics.median(x for _, x in added),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.router")
     parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
@@ -198,12 +184,26 @@ def main() -> None:
         "--requests", type=int, default=10_000, help="for memory (default 10,000; 100,000 for all)"
     )
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument(
+        "--rates", default="5,10", help="requests a second of long sessions (default 5,10)"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="of the router, for them")
     given = parser.parse_args()
+    rates = [float(x) for x in given.rates.split(",")]
     with StubFleet(2) as fleet:
         figures = uvloop.run(measure(fleet.urls, given.requests, given.turns))
+    figures |= uvloop.run(measure_placed(500, given.turns))
+    figures["decision_us_64"] = decision_us()
+    sessions, blocks = uvloop.run(router_sessions.measure(rates, processes=given.processes))
+    figures |= sessions
     rows = [[name, f"{value:,.4g}", GOALS.get(name, "")] for name, value in figures.items()]
-    text = f"{machine_line()}\n\n{table(['figure', 'value', 'goal'], rows)}"
-    details = {"requests": given.requests, "turns": given.turns}
+    seen = [[f"{x.rate:g}", f"{x.requests / x.wall_s:.2f}", f"{x.cores:.3f}"] for x in blocks]
+    text = (
+        f"{machine_line()}\n\n{table(['figure', 'value', 'goal'], rows)}\n\n"
+        f"Long sessions, {given.processes} processes of the router:\n"
+        f"{table(['requests/s asked', 'served', 'cores'], seen)}"
+    )
+    details = vars(given) | {"blocks": [vars(x) for x in blocks]}
     publish("router", text, rounded(figures), details, as_json=given.json)
 
 

@@ -15,6 +15,7 @@ import random
 import statistics
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -23,6 +24,9 @@ from benchmarks.measure import machine_line, publish, rounded, table
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from ownership.router.identity import ChainCache, ChainNaming, ModelTokenizer, PromptIdentity
 from ownership.router.identity.cuts import Cuts
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 CHUNK_TOKENS = 256
 KIB = 1_024
@@ -35,10 +39,27 @@ TEMPLATE = (
     "{%- for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n"
     "{%- endfor %}{%- if add_generation_prompt %}<|start|>assistant\n{%- endif %}"
 )
+_SPECIAL = ["<|start|>", "<|end|>"]
 
 
 def train_tokenizer() -> ModelTokenizer:
     """Return a byte-level BPE tokenizer with 16,000 tokens."""
+    tokenizer = _trained()
+    cuts = Cuts.of(json.loads(tokenizer.to_str()), _SPECIAL)
+    return ModelTokenizer(tokenizer, cuts, templates={"default": TEMPLATE})
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write the same tokenizer, with its chat template, as a model's folder has it."""
+    from transformers import PreTrainedTokenizerFast
+
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=_trained())  # type: ignore[no-untyped-call]
+    wrapped.chat_template = TEMPLATE
+    wrapped.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+
+
+def _trained() -> Tokenizer:
     from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
     from tokenizers.models import BPE
     from tokenizers.trainers import BpeTrainer
@@ -52,14 +73,14 @@ def train_tokenizer() -> ModelTokenizer:
     )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = BpeTrainer(vocab_size=16_000, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(_texts(), trainer)
-    special = ["<|start|>", "<|end|>"]
-    tokenizer.add_special_tokens([AddedToken(x, normalized=False, special=True) for x in special])
-    cuts = Cuts.of(json.loads(tokenizer.to_str()), special)
-    return ModelTokenizer(tokenizer, cuts, templates={"default": TEMPLATE})
+    tokenizer.train_from_iterator(texts(), trainer)
+    added = [AddedToken(x, normalized=False, special=True) for x in _SPECIAL]
+    tokenizer.add_special_tokens(added)
+    return tokenizer
 
 
-def _texts() -> list[str]:
+def texts() -> list[str]:
+    """Return this repository's own texts and sources."""
     root = Path(__file__).parents[1]
     paths = sorted([*root.glob("docs/**/*.md"), *root.glob("hetero_connector/**/*.py")])
     return [path.read_text() for path in paths]
@@ -93,7 +114,7 @@ def measure(num_tokens: int, turns: int, sessions: int) -> dict[str, float]:
 
     Raises RuntimeError if a chain is not that of the whole text.
     """
-    tokenizer, lines = train_tokenizer(), "".join(_texts()).splitlines(keepends=True)
+    tokenizer, lines = train_tokenizer(), "".join(texts()).splitlines(keepends=True)
     naming = ChainNaming(ChainHasher(b"model", CHUNK_TOKENS).root, CHUNK_TOKENS)
     cache = ChainCache(1 << 30)
     identity = PromptIdentity(tokenizer, cache)

@@ -20,6 +20,7 @@ from collections import Counter
 from typing import Any, cast
 
 import httptools
+import msgspec
 import uvloop
 
 _STREAM_HEAD = (
@@ -30,6 +31,14 @@ _PATHS = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"}
     | {"/v1/messages/count_tokens", "/v1/embeddings", "/tokenize", "/detokenize"}
 )
+
+
+class _Asked(msgspec.Struct):
+    """The fields of a body that are read; a long prompt is skipped."""
+
+    stream: bool | None = None
+    stub: dict[str, Any] = msgspec.field(default_factory=dict)
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class StubServer:
@@ -47,6 +56,10 @@ class StubServer:
 
     def connection(self) -> StubConnection:
         return StubConnection(self)
+
+    def answer(self, path: str, body: bytes) -> Any:
+        """Return the answer to a path that generates nothing; None if it is none of this worker."""
+        return self.answers.get(path)
 
 
 class StubConnection(asyncio.Protocol):
@@ -112,28 +125,28 @@ class StubConnection(asyncio.Protocol):
         elif path == "/stub/answers":
             server.answers |= json.loads(body)
             self._send(200, {})
-        elif path in server.answers:
-            self._send(200, server.answers[path])
         elif path == "/stub/health":
             server.is_healthy = body == b"true"
             self._send(200, {})
+        elif (answer := server.answer(path, body)) is not None:
+            self._send(200, answer)
         else:
             server.seen[path] += 1
             server.last_headers, server.last_body = headers, body.decode(errors="replace")
             try:
-                request = json.loads(body or b"{}")
-            except ValueError:
-                request = {}
+                request = msgspec.json.decode(body or b"{}", type=_Asked)
+            except msgspec.DecodeError:
+                request = _Asked()
             server.running += 1
             try:
                 await self._generate(path, request)
             finally:
                 server.running -= 1
 
-    async def _generate(self, path: str, request: dict[str, Any]) -> None:
-        stub = request.get("stub", {})
+    async def _generate(self, path: str, request: _Asked) -> None:
+        stub = request.stub
         handed = {}
-        if (request.get("kv_transfer_params") or {}).get("do_remote_decode"):
+        if (request.kv_transfer_params or {}).get("do_remote_decode"):
             stub = stub.get("prefill", {})
             handed = {"kv_transfer_params": {"do_remote_prefill": True, "prefilled_tokens": 7}}
         fault = stub.get("fault")
@@ -148,7 +161,7 @@ class StubConnection(asyncio.Protocol):
             self._transport.abort()
         elif path not in _PATHS:
             self._send(404, {"detail": "Not Found"})
-        elif not request.get("stream"):
+        elif not request.stream:
             if fault == "cut":
                 part = b"x" * (1 + stub.get("padding", 0))
                 head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (2 * len(part))

@@ -208,6 +208,43 @@ FIGURES: Mapping[str, Mapping[str, Figure]] = {
             "Resident memory after 100,000 requests over that after 10,000", "<= 1.05"
         ),
         "memory_mib": Figure("MiB of resident memory then"),
+        "placed_ms_p50": Figure(
+            "Milliseconds that it adds where it names the prompt, asks the directory and places by "
+            "price among 100 workers, median"
+        ),
+        "placed_ms_p99": Figure("The same, 99th percentile"),
+        "decision_us_64": Figure(
+            "Microseconds of CPU to place a request among 64 workers, its view given", "<= 200"
+        ),
+        "cores_at_100_rps_100k": Figure(
+            "Cores of the router at 100 requests a second of sessions with 100,000 tokens, among "
+            "100 workers, on a line through lower rates",
+            "<= 4",
+        ),
+        "measured_rps": Figure("The highest of these rates, as served"),
+        "measured_cores": Figure("Cores at that rate"),
+        "idle_cores": Figure("Cores without a request: 100 workers are watched"),
+        "ms_of_cpu_per_request": Figure("Milliseconds of CPU for each such request"),
+        "redis_cores_at_100_rps": Figure("Cores of Redis at 100 a second, on such a line"),
+        "prompt_tokens": Figure("Tokens of their prompts, mean"),
+        "new_tokens": Figure("New tokens of a turn, mean"),
+        "exact_share": Figure("Share of them that were placed `exact`"),
+        "first_byte_ms_p50": Figure("Milliseconds to their first byte, median, at that rate"),
+        "first_byte_ms_p99": Figure("The same, 99th percentile"),
+    },
+    "router_overload": {
+        "goodput_kept": Figure(
+            "Answers per second at ten times the load over those at the load that fits", ">= 0.95"
+        ),
+        "served_per_s": Figure("Answers per second at 80 % of what the workers take"),
+        "served_per_s_10x": Figure("The same at ten times that load"),
+        "served_per_s_after": Figure("The same when the load fits again"),
+        "served_ms_p50": Figure("Milliseconds of an answer where the load fits, median"),
+        "served_ms_p99_10x": Figure("Milliseconds of an answer under overload, 99th percentile"),
+        "bound_ms": Figure("The same as the queue's length allows it, without any overhead"),
+        "refused_share_10x": Figure("Share that is answered 429, with `Retry-After` and a reason"),
+        "silent": Figure("Requests that ended otherwise", "<= 0"),
+        "hung": Figure("Requests that took over a minute", "<= 0"),
     },
     "faults": {
         "rounds": Figure("Rounds with injected faults"),
@@ -242,6 +279,7 @@ _TITLES = {
     "directory": "The directory in Redis",
     "router_identity": "Identifying a router's prompts",
     "router": "The router",
+    "router_overload": "The router under ten times its load",
     "faults": "Faults and big tiers",
     "scheduling": "Placing requests",
     "simulator": "The simulator",

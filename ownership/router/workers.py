@@ -102,13 +102,14 @@ class WorkerSet:
 
     def usable(self, request: RouterRequest, tried: Container[Worker] = ()) -> list[Worker]:
         """Return the workers that could take the request now, or after others have ended."""
+        model = request.model
         return [
             worker
             for worker in self._workers.values()
             if worker.state is WorkerState.UP
             and not worker.address.is_draining
             and worker not in tried
-            and worker.has_model(request.model)
+            and (model is None or worker.has_model(model))
         ]
 
     def room(self, request: RouterRequest) -> int | None:
@@ -124,10 +125,9 @@ class WorkerSet:
         With room if there are such.
         """
         usable = self.usable(request, tried)
-        closed = []
-        for worker in usable:
-            if not worker.breaker.is_open:
-                closed.append(worker)
-            elif worker.breaker.admit() == 0.0:
-                return [worker]
-        return [x for x in closed if x.in_flight < self._max_in_flight] or closed
+        closed = [worker for worker in usable if not worker.breaker.is_open]
+        if len(closed) < len(usable):
+            for worker in usable:
+                if worker.breaker.is_open and worker.breaker.admit() == 0.0:
+                    return [worker]
+        return [x for x in closed if len(x.exchanges) < self._max_in_flight] or closed

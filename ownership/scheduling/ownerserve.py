@@ -75,7 +75,7 @@ def _cheapest(pricing: StepPricing, owner: int | None, remote: bool) -> tuple[Ro
         source, at = divmod(int(fetched_s.argmin()), fetched_s.shape[1])
         if fetched_s[source, at] < best_s:
             best, best_s = Route(at, at, pricing.sources[source]), float(fetched_s[source, at])
-    if remote:
+    if remote and pricing.remote_least_s <= best_s:
         remote_s = pricing.remote_total_s
         prefill, decode = divmod(int(remote_s.argmin()), remote_s.shape[1])
         if remote_s[prefill, decode] < best_s:

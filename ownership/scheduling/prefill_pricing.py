@@ -9,6 +9,7 @@ all in one pass, because a numpy call costs more than the numbers in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -89,27 +90,29 @@ class PrefillPricing:
         """Return the row that reads from a source. Raises ValueError if it is not one."""
         return self._depths + self.sources.index(source)
 
+    @cached_property
     def handoff_s(self) -> Floats:
-        """Return `[prefill, decode]` or `[1, decode]`: seconds of reading what another computed."""
+        """`[prefill, decode]` or `[1, decode]`: seconds of reading what another computed."""
         return self._network(self._tokens - 1.0 - self.resident, None)
 
     def terms(self, row: int, worker: int) -> PrefillTerms:
         """Return the terms of one row of one worker."""
-        queue_s, network_s, ssd_s, exposed_s, compute_s = (
+        queue_s, network_s, ssd_s, exposed_s, compute_s, delay_s = (
             x.item(worker)
             for x in (
                 self.queue_s, self._network_s[row], self._ssd_s[row], self._exposed_s[row],
-                self._compute_s[row],
+                self._compute_s[row], self._delay_s[row],
             )
         )  # fmt: skip
+        leaning = 0.0 if self._leaning is None else self._leaning.delay.item(worker) - 1.0
         return PrefillTerms(
             queue_s,
             max(network_s - queue_s, 0.0),
             max(ssd_s - max(queue_s, network_s), 0.0) + exposed_s,
             compute_s,
-            self._delay_s[row].item(worker),
+            delay_s,
             self._copy_s[0 if row >= 0 else 1].item(worker),
-            self._role_s[row].item(worker),
+            self._stall * delay_s * leaning,
         )
 
     def _price(self) -> None:
@@ -130,9 +133,10 @@ class PrefillPricing:
         self._delay_s *= table.running
         self.active_s: Floats = self._exposed_s + self._compute_s
         """Seconds from the first page filled to the last token computed."""
-        self._role_s = self._roles()
-        self.price_s: Floats = self._stall * self._delay_s + self._role_s
+        self.price_s: Floats = self._stall * self._delay_s
         """The price for other requests."""
+        if self._leaning is not None:
+            self.price_s *= self._leaning.delay
         self.price_s[:-1] += self._copy_s[0]
         self.price_s[-1] += self._copy_s[1]
         self._network_s, self._ssd_s = np.zeros((2, *resume.shape))
@@ -147,13 +151,6 @@ class PrefillPricing:
         """Until the prompt is computed; infinite if a source has nothing that is missing."""
         if self.sources:
             self.ready_s[self.source_rows][lacking <= 0.0] = np.inf
-
-    def _roles(self) -> Floats:
-        """Return `[rows, workers]`: price of delaying decodes where they are to be undisturbed."""
-        if self._leaning is None:
-            return np.zeros_like(self._delay_s)
-        role_s: Floats = self._stall * self._delay_s * (self._leaning.delay - 1.0)
-        return role_s
 
     def _polynomial(self, rest: Floats, token_s: Floats, attention_s: Floats) -> Floats:
         """Return `[rows, workers]`: token_s x rest + attention_s x `attention_work` of the rest."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.state_types import StateType
-from ownership.directory import ChainView
+from ownership.directory import ChainView, ChunkRecords, EpochStatus
 from ownership.directory.identifiers import Epoch
 from ownership.scheduling.step import WorkerPrefix
 
@@ -22,15 +21,19 @@ def worker_prefixes(
     """
     if len(ends) != len(view.chunks):
         raise ValueError(f"{len(view.chunks)} chunks need as many ends, got {len(ends)}")
+    live = {epoch for epoch in view.workers if view.status(epoch) is EpochStatus.LIVE}
+    bits = {t: 1 << t.position for t in model.state_types}
     reaches: dict[Epoch, _Reach] = {}
     for index, end in enumerate(ends):
-        types = _stored_types(view, model, index)
-        at_boundary = _bits(model.boundary_types_at(end))
+        types = _stored_types(view.chunks[index], bits, live, view.now_s)
+        at_boundary = _bits(model.boundary_types_at(end)) if model.boundary_types else 0
         if index == 0:
             reaches = {epoch: _Reach(_bits(model.prefix_types)) for epoch in types}
+        is_unbroken = False
         for epoch, reach in reaches.items():
             reach.extend(end, at_boundary, *types.get(epoch, (0, 0)))
-        if not any(reach.is_unbroken for reach in reaches.values()):
+            is_unbroken |= reach.is_unbroken
+        if not is_unbroken:
             break
     return {
         view.workers[epoch].name: WorkerPrefix(0, reach.dram_tokens, reach.local_tokens)
@@ -65,13 +68,22 @@ def _bits(types: Iterable[StateType]) -> int:
     return sum(1 << t.position for t in types)
 
 
-def _stored_types(view: ChainView, model: ModelSpec, index: int) -> dict[Epoch, tuple[int, int]]:
-    """Return for each worker the state types of a chunk that it has in DRAM, and in any tier."""
-    found: defaultdict[Epoch, tuple[int, int]] = defaultdict(lambda: (0, 0))
-    for state_type in model.state_types:
-        bit = 1 << state_type.position
-        for holder, _, copy in view.copies(index, state_type):
-            in_dram, anywhere = found[holder]
-            in_dram |= bit if copy.dram_offset >= 0 else 0
-            found[holder] = (in_dram, anywhere | in_dram | (bit if copy.on_ssd else 0))
-    return dict(found)
+def _stored_types(
+    records: ChunkRecords, bits: Mapping[StateType, int], live: Set[Epoch], now_s: float
+) -> dict[Epoch, tuple[int, int]]:
+    """Return for each live worker the state types of a chunk that it has in DRAM, and in any tier.
+
+    As `ChainView.copies` says which copies may be read; a prompt has hundreds of chunks.
+    """
+    found: dict[Epoch, tuple[int, int]] = {}
+    for state_type, record in records.items():
+        bit = bits.get(state_type, 0)
+        copies = [(record.owner, record.copy)]
+        if record.replicas:
+            copies += [(x.holder, x.copy) for x in record.replicas if x.expires_s > now_s]
+        for holder, copy in copies:
+            if holder in live:
+                in_dram, anywhere = found.get(holder, (0, 0))
+                in_dram |= bit if copy.dram_offset >= 0 else 0
+                found[holder] = in_dram, anywhere | in_dram | (bit if copy.on_ssd else 0)
+    return found

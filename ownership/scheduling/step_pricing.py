@@ -122,6 +122,17 @@ class StepPricing:
         total_s: Floats = self.fetched_ready_s + price_s + self._decoding_s
         return total_s
 
+    @property
+    def remote_least_s(self) -> float:
+        """A bound that no remote prefill goes below. It costs less than to price all pairs."""
+        prefills = self.prefills
+        there_s = self.local_ready_s + self._closed_s + self._local_price_s
+        here_s = prefills.active_s[-1] + prefills.price_s[-1] + self._decoding_s
+        if len(prefills.handoff_s) == 1:
+            here_s += prefills.handoff_s[0]
+        least_s: float = there_s.min() + here_s.min()
+        return least_s
+
     @cached_property
     def remote_total_s(self) -> Floats:
         """`[prefill, decode]`: cost of prefilling at one and decoding at another worker.
@@ -129,7 +140,7 @@ class StepPricing:
         Infinite on the diagonal.
         """
         prefills = self.prefills
-        there_s = prefills.handoff_s() + (self.local_ready_s + self._closed_s)[:, None]
+        there_s = prefills.handoff_s + (self.local_ready_s + self._closed_s)[:, None]
         total_s: Floats = np.maximum(there_s, prefills.queue_s, out=there_s)
         total_s += prefills.active_s[-1] + prefills.price_s[-1] + self._decoding_s
         total_s += self._local_price_s[:, None]
@@ -143,7 +154,7 @@ class StepPricing:
         if route.decode == at:
             return self._terms(route, [first])
         joined = prefills.terms(-1, route.decode)
-        read_s = prefills.handoff_s()
+        read_s = prefills.handoff_s
         network_s = read_s.item(at if len(read_s) > 1 else 0, route.decode)
         ready_s = first.queue_s + first.network_s + first.restore_s + first.compute_s
         # Meanwhile the decoding worker works off its own queue.
@@ -196,8 +207,15 @@ class StepPricing:
 
     def _of_local_row(self, values: Floats) -> Floats:
         """Return `[workers]` from `[rows, workers]`."""
-        picked: Floats = values[self.local_row, np.arange(values.shape[1])]
+        picked: Floats = values.take(self._local_at)
         return picked
+
+    @cached_property
+    def _local_at(self) -> NDArray[np.intp]:
+        """`[workers]`: the place of each worker's `local_row` in `[rows, workers]`."""
+        workers = len(self.local_row)
+        at: NDArray[np.intp] = self.local_row * workers + np.arange(workers)
+        return at
 
     @cached_property
     def _local_price_s(self) -> Floats:

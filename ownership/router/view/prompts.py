@@ -54,11 +54,22 @@ class _Engine(NamedTuple):
     published: PublishedChain
 
 
+class EngineGroup(NamedTuple):
+    """Engines that name chains alike."""
+
+    published: PublishedChain
+    """The naming of all of them; without a worker and an instance."""
+    members: list[tuple[str, str]]
+    """Each one's server, and its name in the directory."""
+
+
 class _Named(NamedTuple):
     """A prompt whose chains are named."""
 
     prompt: Prompt | None
     chains: dict[ChainNaming, PromptChain]
+    groups: dict[ChainNaming, list[EngineGroup]]
+    """The engines in a directory, by how they name it."""
     by_events: dict[str, WorkerPrefix]
     """The prefixes of servers that publish events."""
     doubts: set[str]
@@ -71,16 +82,22 @@ class FleetChains:
         """`silent_after_s`: a server that has not told for so long may have been reset."""
         self._silent_after_s = silent_after_s
         self._servers: dict[str, tuple[tuple[PublishedChain, ...], float]] = {}
+        self._groups: list[EngineGroup] | None = None
+        """None after a change, until they are asked for."""
         self.asleep = set[str]()
         """The servers that sleep."""
 
     def told(self, server: str, engines: Sequence[PublishedChain], now_s: float) -> None:
         """Replace what is known of a server; no engines: it did not tell."""
+        before, _ = self._servers.get(server, ((), 0.0))
+        if before != tuple(engines):
+            self._groups = None
         self._servers[server] = tuple(engines), now_s
 
     def forget(self, server: str) -> None:
         """Drop a server that has left."""
         self._servers.pop(server, None)
+        self._groups = None
         self.asleep.discard(server)
 
     @property
@@ -97,6 +114,20 @@ class FleetChains:
         """Return all engines of all servers."""
         return [_Engine(name, x) for name, (engines, _) in self._servers.items() for x in engines]
 
+    def groups(self) -> list[EngineGroup]:
+        """Return all engines of all servers, by how they name chains."""
+        if self._groups is None:
+            groups: list[EngineGroup] = []
+            for server, published in self.engines():
+                naming = replace(published, worker="", instance="")
+                group = next((x for x in groups if x.published == naming), None)
+                if group is None:
+                    group = EngineGroup(naming, [])
+                    groups.append(group)
+                group.members.append((server, published.worker))
+            self._groups = groups
+        return self._groups
+
     def reasons(self, now_s: float, stock: Collection[str] = ()) -> set[Reason]:
         """Return what is wrong with the fleet as a whole. `stock`: servers known otherwise."""
         found = {Reason.SLEEPING} if self.asleep else set[Reason]()
@@ -105,7 +136,7 @@ class FleetChains:
                 continue
             if not engines or now_s - told_s > self._silent_after_s:
                 found.add(Reason.SERVER_SILENT)
-        published = [x.published for x in self.engines()]
+        published = [x.published for x in self.groups()]
         if not all(x.is_shared for x in published):
             found.add(Reason.RESET_ALONE)
         if len({(x.root, x.chunk_tokens) for x in published if x.is_shared}) > 1:
@@ -144,9 +175,9 @@ class PrefixViews:
         `body`: the decoded JSON. Tokens are made on another thread.
         """
         loop = asyncio.get_running_loop()
-        engines = self.fleet.engines()
-        prompt, chains, by_events, doubts = await loop.run_in_executor(
-            self._threads, self._name, path, body, engines
+        groups = self.fleet.groups()
+        prompt, chains, named, by_events, doubts = await loop.run_in_executor(
+            self._threads, self._name, path, body, groups
         )
         if prompt is None:
             return PromptView(0, {}, Certainty.BLIND, (Reason.NO_PROMPT,))
@@ -157,22 +188,21 @@ class PrefixViews:
             *self.stock.reasons(now_s),
         }
         if prompt.tokens is None:
-            servers = {*stock, *(x.server for x in engines)}
+            servers = {*stock, *(server for group in groups for server, _ in group.members)}
             told = {self.trust.reason(x, Kind.of(path)) for x in servers}
             reasons |= {x for x in told if x is not None}
-            reasons |= self._tokenizer_reasons(engines)
-        if not engines and not stock:
+            reasons |= self._tokenizer_reasons(groups)
+        if not groups and not stock:
             reasons.add(Reason.NO_CHAINS)
         num_tokens = max((x.num_tokens for x in chains.values()), default=0)
-        namings = {x.published.naming(prompt) for x in engines}
-        own = {naming: chain for naming, chain in chains.items() if naming in namings}
-        view = await self._look_up(own) if own else None
-        if isinstance(view, Reason):
-            reasons.add(view)
+        own = {naming: chain for naming, chain in chains.items() if naming in named}
+        found = await self._look_up(own, named) if own else None
+        if isinstance(found, Reason):
+            reasons.add(found)
         prefixes = {x: tokens for x, tokens in by_events.items() if x not in self.fleet.asleep}
-        if isinstance(view, ChainView):
-            prefixes |= _prefixes(view, own, engines, prompt)
-        knows_anything = isinstance(view, ChainView) or bool(stock)
+        if isinstance(found, dict):
+            prefixes |= found
+        knows_anything = isinstance(found, dict) or bool(stock)
         sure = certainty(reasons, knows_anything=knows_anything)
         return PromptView(num_tokens, prefixes, sure, tuple(sorted(reasons)), chains)
 
@@ -181,36 +211,40 @@ class PrefixViews:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._lookups.shutdown(wait=False, cancel_futures=True)
 
-    def _name(self, path: str, body: object, engines: Sequence[_Engine]) -> _Named:
+    def _name(self, path: str, body: object, groups: Sequence[EngineGroup]) -> _Named:
         """Return the longest prompt, and its chains by each naming of the fleet."""
-        best = _Named(None, {}, {}, set())
+        best = _Named(None, {}, {}, {}, set())
         for prompt in self.identity.read(path, body):
             doubts, chains = set[str](prompt.doubts), dict[ChainNaming, PromptChain]()
-            namings = self.stock.namings(prompt)
-            for engine in engines:
-                naming = engine.published.naming(prompt)
+            by_naming: dict[ChainNaming, list[EngineGroup]] = {}
+            for group in groups:
+                naming = group.published.naming(prompt)
                 if naming is None:
                     doubts.add(Reason.ADAPTER_UNKNOWN)
                 else:
-                    namings.add(naming)
-            for naming in namings:
+                    by_naming.setdefault(naming, []).append(group)
+            for naming in self.stock.namings(prompt) | by_naming.keys():
                 named = self.identity.name(prompt, naming)
                 doubts |= set(named.doubts)
                 if named.chain is not None:
                     chains[naming] = named.chain
             if best.prompt is None or _length(chains) > _length(best.chains):
                 by_events = self.stock.prefixes(prompt, chains)
-                best = _Named(prompt, chains, by_events, doubts)
+                best = _Named(prompt, chains, by_naming, by_events, doubts)
         return best
 
-    def _tokenizer_reasons(self, engines: Sequence[_Engine]) -> set[Reason]:
+    def _tokenizer_reasons(self, groups: Sequence[EngineGroup]) -> set[Reason]:
         tokenizer = self.identity.tokenizer
         own = tokenizer.digest if tokenizer is not None else b""
-        differs = own and any(x.published.tokenizer != own for x in engines)
+        differs = own and any(x.published.tokenizer != own for x in groups)
         return {Reason.TOKENIZER_DIFFERS} if differs else set()
 
-    async def _look_up(self, chains: Mapping[ChainNaming, PromptChain]) -> ChainView | Reason:
-        """Ask for all chains at once; return why there is no answer."""
+    async def _look_up(
+        self,
+        chains: Mapping[ChainNaming, PromptChain],
+        groups: Mapping[ChainNaming, Sequence[EngineGroup]],
+    ) -> dict[str, WorkerPrefix] | Reason:
+        """Return each server's prefix, by one call for all chains; or why there is no answer."""
         directory = self._directory
         if directory is None:
             return Reason.NO_DIRECTORY
@@ -218,9 +252,13 @@ class PrefixViews:
             return Reason.DIRECTORY_LATE
         keys = [key for chain in chains.values() for key in chain.keys]
         if not keys:
-            return ChainView((), {}, 0.0)
+            return {}
         until_s = time.monotonic() + self._deadline_s
-        asked = self._lookups.submit(directory.lookup, keys)
+
+        def ask() -> dict[str, WorkerPrefix]:
+            return _prefixes(directory.lookup(keys), chains, groups)
+
+        asked = self._lookups.submit(ask)
         asked.add_done_callback(partial(self._on_answer, until_s=until_s))
         done, _ = await asyncio.wait([asyncio.wrap_future(asked)], timeout=self._deadline_s)
         if not done:
@@ -248,22 +286,22 @@ def _length(chains: Mapping[ChainNaming, PromptChain]) -> int:
 def _prefixes(
     view: ChainView,
     chains: Mapping[ChainNaming, PromptChain],
-    engines: Sequence[_Engine],
-    prompt: Prompt,
+    groups: Mapping[ChainNaming, Sequence[EngineGroup]],
 ) -> dict[str, WorkerPrefix]:
     """Return the longest prefix of any engine of each server."""
     found: dict[str, WorkerPrefix] = {}
     start = 0
     for naming, chain in chains.items():
-        part = ChainView(view.chunks[start : start + len(chain.keys)], view.workers, view.now_s)
+        part = view
+        if len(chains) > 1:
+            chunks = view.chunks[start : start + len(chain.keys)]
+            part = ChainView(chunks, view.workers, view.now_s)
         start += len(chain.keys)
-        named = [x for x in engines if x.published.naming(prompt) == naming]
-        by_model = {x.published.model: x for x in named}
-        for model in by_model:
-            by_worker = worker_prefixes(part, model, chain.ends)
-            for server, published in named:
-                prefix = by_worker.get(published.worker)
-                if prefix is not None and published.model == model:
+        for published, members in groups[naming]:
+            by_worker = worker_prefixes(part, published.model, chain.ends)
+            for server, worker in members:
+                prefix = by_worker.get(worker)
+                if prefix is not None:
                     before = found.get(server, WorkerPrefix())
                     found[server] = max(before, prefix, key=lambda x: x.local_tokens)
     return found

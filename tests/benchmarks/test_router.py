@@ -1,0 +1,25 @@
+"""The benchmark of the router still measures whole answers, exact placements and every figure."""
+
+import asyncio
+
+import pytest
+
+from benchmarks import router_decision, router_sessions
+
+
+def test_a_decision_takes_longer_among_more_workers() -> None:
+    assert router_decision.decision_us(64, repeats=200) > router_decision.decision_us(
+        1, repeats=200
+    )
+
+
+@pytest.mark.long
+def test_sessions_grow_and_are_placed_exactly() -> None:
+    measured = router_sessions.measure(
+        [20.0, 40.0], tokens=5_000, workers=3, sessions=2, turns=2, new_tokens=500, idle_s=0.1
+    )
+    figures, blocks = asyncio.run(measured)
+    assert [block.requests for block in blocks] == [0, 8, 8]
+    assert figures["exact_share"] > 0.5
+    assert 4_000 < figures["prompt_tokens"] < 8_000
+    assert figures["cores_at_100_rps_100k"] > 0.0
