@@ -14,8 +14,10 @@ DENSE, HYBRID = "llama-3.1-8b", "deepseek-v4-flash"
 GPUS = {DENSE: 1, HYBRID: 2}
 SEEDS = (0, 1, 2)
 ORACLE = "oracle"
+FIXED = ("ownerserve+without=fullness", "ownerserve+copies=1+without=fullness")
+"""`ownerserve` with the same price of copies however full caches are, 3 and 1."""
 SCHEDULING = (
-    "ownerserve", "ownerserve+copies=1", "colocated", "prefix_aware", "dynamo",
+    "ownerserve", *FIXED, "colocated", "prefix_aware", "dynamo",
     "dynamo+prefill_scale=16", "dynamo_kv", "predicted_latency", "conductor", "static_pd",
     "round_robin_pd", ORACLE,
 )  # fmt: skip
@@ -33,7 +35,8 @@ COSTS = (
 WITHOUT = ("ownerserve", *(f"ownerserve+without={term}" for term in TERMS))
 """`ownerserve`, whole and without each of its parts."""
 TUNED = (
-    "ownerserve", "ownerserve+copies=1", "ownerserve+copies=10", "ownerserve+without=stalls",
+    "ownerserve", *FIXED, "ownerserve+copies=1", "ownerserve+copies=10",
+    "ownerserve+without=stalls",
     "ownerserve+without=roles", "dynamo+prefill_scale=16", "dynamo_kv", "prefix_aware",
 )  # fmt: skip
 """Other prices of `ownerserve`, and others: one half of a trace may choose, the other shows."""

@@ -20,8 +20,8 @@ from ownership.scheduling.fleet import FleetView, Role
 from ownership.scheduling.footprint import StateFootprint
 from ownership.scheduling.step import Step, WorkerPrefix
 
-FORMAT = 2
-"""Version of the lines. 1 had neither fleets nor loads."""
+FORMAT = 3
+"""Version of the lines. 1 had neither fleets nor loads, 2 fewer figures of a worker."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 _Tokens = Annotated[int, msgspec.Meta(ge=1, lt=2**48)]

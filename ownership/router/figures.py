@@ -25,6 +25,7 @@ from ownership.scheduling import FleetView, StateFootprint, WorkerView
 from ownership.scheduling.fleet import Role
 
 _PAGES = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+_DRAM = re.compile(r'^heterocache_capacity_bytes\{[^}\n]*tier="dram"[^}\n]*\} (\S+)$', re.MULTILINE)
 _LABEL = re.compile(r'(block_size|num_gpu_blocks)="(\d+)"')
 _UNKNOWN_MODEL = StateFootprint({}, {}, 0.0, 1)
 _UNKNOWN_BYTES = 1 << 50
@@ -39,6 +40,8 @@ class Figures(NamedTuple):
     profile: CostProfile | None = None
     page_tokens: int = 0
     """Tokens of all its pages; 0 if unknown."""
+    cache_bytes: int = 0
+    """Size of its store's DRAM, the engines together; 0 if unknown."""
 
 
 class WorkerFigures:
@@ -77,20 +80,26 @@ class WorkerFigures:
             else:
                 costs = CostModel(ComputeRegression(), LoadModel(types))
             page_bytes = int(told[name].page_tokens * footprint.page_bytes_per_token)
-            views.append(WorkerView(name, costs, page_bytes or _UNKNOWN_BYTES, role))
+            size_bytes = page_bytes or _UNKNOWN_BYTES
+            cache_bytes = told[name].cache_bytes
+            views.append(WorkerView(name, costs, size_bytes, role, cache_bytes=cache_bytes))
         return FleetView(footprint, views)
 
     async def _ask(self, name: str, ask: Ask) -> None:
         known = self._known.get(name, Figures())
         try:
-            tokens = known.page_tokens or page_tokens(await ask("GET", "/metrics", None))
+            if not (known.page_tokens and known.cache_bytes):
+                metrics = await ask("GET", "/metrics", None)
+                known = known._replace(
+                    page_tokens=page_tokens(metrics), cache_bytes=_cache_bytes(metrics)
+                )
             profile = _profile(await ask("GET", "/v1/heterocache/costs", None))
         except (OSError, ValueError, TimeoutError) as error:
             if name not in self._known:
                 _log.info("worker %s has default costs: %s", name, error)
             self._known[name] = known
         else:
-            self._known[name] = Figures(profile, tokens)
+            self._known[name] = known._replace(profile=profile)
 
 
 @lru_cache(maxsize=8)
@@ -105,6 +114,12 @@ def _profile(answer: object) -> CostProfile:
     if not told:
         raise ValueError("no engine tells its costs")
     return CostProfile.from_json(msgspec.json.encode(told[0]))
+
+
+def _cache_bytes(metrics: object) -> int:
+    """Return the size of a worker's DRAM for state by its metrics, the engines together; or 0."""
+    found = _DRAM.findall(metrics if isinstance(metrics, str) else "")
+    return int(sum(map(float, found)))
 
 
 def page_tokens(metrics: object) -> int:

@@ -5,7 +5,7 @@
 - What a router knows: `ledger` fills that table from what was sent and seen, corrected by reports;
   `session_table` has the sessions. The simulator's routers use the same.
 - Price: `step_pricing` prices every route by the planner's own cost models (`prefill_pricing`,
-  `footprint`, `weights`).
+  `footprint`, `weights`, `fullness`).
 - Output: `decision`, which `explain` prints.
 - Policies: `ownerserve` takes the cheapest route; `baselines`, `dynamo`, `dynamo_kv`, `conductor`
   and `predicted_latency` are what others do. `admission` refuses steps.

@@ -57,6 +57,8 @@ class WorkerLoad(NamedTuple):
     """False while it is draining. It may still be read from."""
     returning: float = 0.0
     """Expected number of idle sessions that come back and decode here."""
+    returning_tokens: float = 0.0
+    """Their expected tokens."""
 
 
 IDLE = WorkerLoad()
@@ -73,6 +75,8 @@ class WorkerView:
     """Size of the KV pages of one rank."""
     role: Role = Role.BOTH
     load: WorkerLoad = IDLE
+    cache_bytes: int = 0
+    """Room for stored state in its memory, all ranks together; 0 if unknown."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -104,7 +108,9 @@ class WorkerTable(NamedTuple):
     accepting: Floats
     """1 or 0."""
     returning: Floats
+    returning_tokens: Floats
     hbm_bytes: Floats
+    cache_bytes: Floats
     step_s: Floats
     token_s: Floats
     attention_s: Floats
@@ -202,7 +208,8 @@ class FleetView:
         paces = (*dram[:3], *ssd, *peer)  # copies to pages do not queue
         compute = costs.compute.coefficients
         step_tokens = costs.step_tokens or _ONE_STEP
-        figures = (*worker.load, worker.hbm_bytes, *compute, step_tokens, *paces, *costs.delays())
+        sizes = (worker.hbm_bytes, worker.cache_bytes)
+        figures = (*worker.load, *sizes, *compute, step_tokens, *paces, *costs.delays())
         self._table[:, self.index[worker.name]] = figures
 
     def set_load(self, name: str, load: WorkerLoad) -> None:

@@ -221,7 +221,7 @@ class Ledger:
         )
         if work.session_id:
             self._changed |= self.sessions.on_turn_start(
-                work.session_id, work.decode_worker, work.boundary_tokens, now_s
+                work.session_id, work.decode_worker, work.boundary_tokens, now_s, work.prompt_tokens
             )
         self._give_up_old(now_s)
 
@@ -329,6 +329,7 @@ class Ledger:
             residence_s=found.residence_s,
             accepting=found.accepting,
             returning=self.sessions.returning(worker),
+            returning_tokens=self.sessions.returning_tokens(worker),
         )
 
     def report_age_s(self, worker: str, now_s: float) -> float:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ownership.scheduling.fleet import FleetView, Floats, WorkerTable
+from ownership.scheduling.fullness import copy_factors
 from ownership.scheduling.roles import Leaning
 from ownership.scheduling.step import Step
 from ownership.scheduling.weights import PlacementWeights
@@ -60,6 +61,7 @@ class PrefillPricing:
         self._table, self._links, self._stall = table, fleet.links, weights.stall
         self._leaning = leaning
         self._tokens = float(step.prompt_tokens)
+        self._has_session = bool(step.session_id)
         self._state_bytes = footprint.all_token_bytes, footprint.all_checkpoint_bytes
         self._per_layer = 1.0 + 1.0 / footprint.num_layers
         page_bytes = footprint.page_bytes_per_token
@@ -73,7 +75,7 @@ class PrefillPricing:
         self._depths = _DEPTHS if step.prefixes else 1
         self.resume = self._resume()
         """`[rows, workers]`: the token from which the engine computes."""
-        self._copy_s = self._copies(weights.copy)
+        self._copy_s = self._copies(weights)
         self._price()
 
     @property
@@ -215,7 +217,7 @@ class PrefillPricing:
                 tokens[:, worker] = prefix
         return np.minimum(tokens, self._tokens - 1.0, out=tokens)
 
-    def _copies(self, weight: float) -> Floats:
+    def _copies(self, weights: PlacementWeights) -> Floats:
         """Return `[2, workers]`: price of the second copies that a step there makes.
 
         First of what other workers have, then of all that another worker has just computed. The
@@ -225,8 +227,15 @@ class PrefillPricing:
         end = np.array(((own.max(),), (self._tokens - 1.0,)))
         token_s = self._table.token_s + (0.5 * self._table.attention_s) * (end + own)
         copied: Floats = (end - own) * token_s
-        copied *= weight
+        copied *= self._copy_prices(weights)
         return copied
+
+    def _copy_prices(self, weights: PlacementWeights) -> Floats:
+        """Return kappa, `[2, workers]`. What is handed off never costs less than `weights.copy`."""
+        if not (weights.fullness and self._has_session):
+            return np.full((2, 1), weights.copy)
+        prices = weights.copy * copy_factors(self._table, self._state_bytes[0])
+        return np.stack((prices, np.maximum(prices, weights.copy)))
 
     def _queued(self) -> Floats:
         """Return `[workers]`: `CostModel.queue_s`."""

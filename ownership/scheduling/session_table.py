@@ -19,6 +19,8 @@ from hetero_connector.planner.sessions import EARLY, LATE, ThinkTimes
 class _Session:
     owner: str
     """The worker at which it decoded last."""
+    tokens: int = 0
+    """Prompt tokens of the last turn."""
     in_flight: dict[int, int] = field(default_factory=dict)
     """Turns under way, by the boundary that they continue."""
 
@@ -32,6 +34,8 @@ class _Idle(NamedTuple):
     owner: str
     probability: float
     """The probability that it returns."""
+    tokens: int
+    """Prompt tokens of its last turn."""
 
 
 class SessionTable:
@@ -45,6 +49,7 @@ class SessionTable:
         """A subset of `_sessions`."""
         self._overdue = ExpiringHeap[str, _Idle](self._idle)
         self._returning: dict[str, float] = {}
+        self._returning_tokens: dict[str, float] = {}
         self._num_idle: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -68,14 +73,23 @@ class SessionTable:
         """Return the expected number of idle sessions that come back to a worker."""
         return self._returning.get(worker, 0.0)
 
+    def returning_tokens(self, worker: str) -> float:
+        """Return the expected tokens of the idle sessions that come back to a worker."""
+        return max(0.0, self._returning_tokens.get(worker, 0.0))
+
     def on_turn_start(
-        self, session_id: str, owner: str, boundary_tokens: int, now_s: float
+        self,
+        session_id: str,
+        owner: str,
+        boundary_tokens: int,
+        now_s: float,
+        prompt_tokens: int = 0,
     ) -> set[str]:
         """A turn was sent to `owner`. Returns the workers whose `returning` has changed."""
         self._think_times.on_turn_start(session_id, now_s)
         changed = self._end_wait(session_id)
         session = self._sessions.get(session_id) or _Session(owner)
-        session.owner = owner
+        session.owner, session.tokens = owner, prompt_tokens
         session.in_flight[boundary_tokens] = session.in_flight.get(boundary_tokens, 0) + 1
         if session_id not in self._sessions and len(self._sessions) == self._sessions.capacity:
             changed |= self._end_wait(next(iter(self._sessions)))
@@ -94,10 +108,12 @@ class SessionTable:
         if expected is None:  # or another turn is under way
             return set()
         changed = self._end_wait(session_id)
-        idle = _Idle(session.owner, expected.probability / (LATE - EARLY))
+        idle = _Idle(session.owner, expected.probability / (LATE - EARLY), session.tokens)
         self._idle[session_id] = idle
         self._overdue.push(expected.latest_s, session_id, idle)
         self._returning[idle.owner] = self.returning(idle.owner) + idle.probability
+        tokens = self.returning_tokens(idle.owner) + idle.probability * idle.tokens
+        self._returning_tokens[idle.owner] = tokens
         self._num_idle[idle.owner] += 1
         return changed | {idle.owner}
 
@@ -120,7 +136,9 @@ class SessionTable:
             return set()
         self._num_idle[idle.owner] -= 1
         self._returning[idle.owner] -= idle.probability
+        self._returning_tokens[idle.owner] -= idle.probability * idle.tokens
         if not self._num_idle[idle.owner]:  # nothing is left of rounding
             del self._returning[idle.owner], self._num_idle[idle.owner]
+            del self._returning_tokens[idle.owner]
         self._overdue.prune()
         return {idle.owner}

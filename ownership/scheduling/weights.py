@@ -17,9 +17,12 @@ class PlacementWeights:
     decoded nothing."""
     copy: float = 3.0
     """kappa: price of state of which two workers have a copy from then on, as a multiple of the
-    time to compute it. Once a cache is full, a second copy evicts other state of that size, which
-    has to be computed again. Without it, agents with long dense contexts, which fill the caches,
-    wait twice as long."""
+    time to compute it, where sessions need half of the cache (`fullness`). In a full cache a copy
+    evicts other state of that size, which has to be computed again. Without it, agents with long
+    dense contexts, which fill the caches, wait twice as long."""
+    fullness: bool = True
+    """True if kappa follows how much of a worker's cache is needed; False: it is the same
+    everywhere."""
     role: float = 2.0
     """The factor of prices by which workers lean to prefills or to decodes (`roles`); 1: they do
     not."""

@@ -24,7 +24,7 @@ from ownership.simulator.state.memory import EVICTIONS
 _LIMIT = 1e12
 
 
-def _free(**weights: float) -> Callable[[OwnerServe], OwnerServe]:
+def _free(**weights: Any) -> Callable[[OwnerServe], OwnerServe]:
     return lambda policy: replace(policy, weights=replace(policy.weights, **weights))
 
 
@@ -35,6 +35,7 @@ def _staying(*actions: PlacementAction) -> Callable[[OwnerServe], OwnerServe]:
 TERMS: Mapping[str, Callable[[OwnerServe], OwnerServe]] = {
     "stalls": _free(stall=0.0),
     "copies": _free(copy=0.0),
+    "fullness": _free(fullness=False),
     "roles": _free(role=1.0),
     "remote": _staying(PlacementAction.REMOTE_PREFILL),
     "fetch": _staying(PlacementAction.ARTIFACT_FETCH),

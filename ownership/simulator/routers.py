@@ -111,7 +111,8 @@ class ReportsRouter(Router):
         known = self.ledger.view(now_s)
         for name, load in self._loads.items():
             returning = self.ledger.sessions.returning(name)
-            self._fleet.set_load(name, load._replace(returning=returning))
+            tokens = self.ledger.sessions.returning_tokens(name)
+            self._fleet.set_load(name, load._replace(returning=returning, returning_tokens=tokens))
         self._fleet.prefill_demand = known.prefill_demand
 
     def on_report(self, worker: str, load: WorkerLoad, at_s: float, now_s: float) -> None:
@@ -139,11 +140,15 @@ class ExactRouter(Router):
         return replace(known, owner=live.owner, forked=live.is_fork(index))
 
     def update(self, now_s: float) -> None:
+        known = self.ledger.view(now_s)
         for name, worker in self._workers.items():
             load = worker.load()
             idle = max(0, self._sessions[name] - load.running_requests)
-            self._fleet.set_load(name, load._replace(returning=float(idle)))
-        self._fleet.prefill_demand = self.ledger.view(now_s).prefill_demand
+            tokens = self.ledger.sessions.returning_tokens(name)
+            self._fleet.set_load(
+                name, load._replace(returning=float(idle), returning_tokens=tokens)
+            )
+        self._fleet.prefill_demand = known.prefill_demand
 
     def on_placed(self, live: LiveSession, worker: str) -> None:
         self._sessions[worker] += 1

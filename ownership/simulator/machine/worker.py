@@ -146,7 +146,8 @@ class Worker:
     def view(self) -> WorkerView:
         """Return the worker as a scheduler sees it."""
         spec = self.spec
-        return WorkerView(spec.name, spec.costs, spec.capacity.hbm, spec.role, self.load())
+        size = spec.capacity
+        return WorkerView(spec.name, spec.costs, size.hbm, spec.role, self.load(), size.dram)
 
     def load(self) -> WorkerLoad:
         """Return its present load."""

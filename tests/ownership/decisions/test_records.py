@@ -44,7 +44,9 @@ def test_the_same_policy_decides_the_same_on_what_was_written(
     step = data.draw(steps())
     record, told = written(step, fleet, policy)
     again = told.view()
-    again.set_busy_loads({name: [9.0] * 11 for name in again.names})  # of a decision before
+    again.set_busy_loads(
+        {name: [9.0] * len(WorkerLoad._fields) for name in again.names}
+    )  # of a decision before
     record.set_loads(again)
     assert [x.tolist() for x in again.table()] == [x.tolist() for x in fleet.table()]
     assert (again.names, again.roles) == (fleet.names, fleet.roles)
@@ -77,17 +79,17 @@ def test_what_a_line_may_be() -> None:
     old = decode(json.dumps(first_format | {"format": 1}).encode())
     assert isinstance(old, DecisionRecord)
     assert old.fleet == ""
-    with pytest.raises(NewerFormatError, match="format 3, this version reads up to 2"):
-        decode(json.dumps({"format": 3, "kind": "other"}).encode())
+    with pytest.raises(NewerFormatError, match="format 4, this version reads up to 3"):
+        decode(json.dumps({"format": 4, "kind": "other"}).encode())
     for torn in (b"", b"{", b"[]", b'{"format": 2}', msgspec.json.encode(record)[:-9]):
         with pytest.raises(ValueError, match=r"."):
             decode(torn)
     told.figures = {}
     with pytest.raises(ValueError, match="no figures of worker 'a'"):
         told.view()
-    record.loads = {"z": [0.0] * 11}
+    record.loads = {"z": [0.0] * len(WorkerLoad._fields)}
     with pytest.raises(ValueError, match="'z', which is not of its fleet"):
         record.set_loads(fleet_of(worker("a")))
-    record.loads = {"a": [0.0] * 12}
+    record.loads = {"a": [0.0] * (len(WorkerLoad._fields) + 1)}
     with pytest.raises(ValueError, match="not a load of worker 'a'"):
         record.set_loads(fleet_of(worker("a")))

@@ -135,7 +135,12 @@ def test_what_workers_tell_of_themselves_is_in_the_view() -> None:
     subject = ProfileSubject("A", "c", "bfloat16", "", "auto", 1, "")
     costs: CostModel = costs_of(DENSE, (0.5, 0.25, 0.125))
     profile = CostProfile.of(costs, "m", subject).as_json()
-    metrics = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'
+    metrics = (
+        'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'
+        'heterocache_capacity_bytes{engine="0",model_name="m",tier="dram"} 3e+09\n'
+        'heterocache_capacity_bytes{engine="0",model_name="m",tier="ssd"} 7e+09\n'
+        'heterocache_capacity_bytes{engine="1",model_name="m",tier="dram"} 1e+09\n'
+    )
 
     async def ask(method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         return metrics if path == "/metrics" else {"engines": [{"costs": profile}]}
@@ -149,6 +154,7 @@ def test_what_workers_tell_of_themselves_is_in_the_view() -> None:
     assert view.table().step_s.tolist()[0] == pytest.approx(0.5)
     assert view.table().step_s.tolist()[1] < 0.1
     assert view.hbm_bytes("one") == int(1600 * view.footprint.page_bytes_per_token)
+    assert view.table().cache_bytes.tolist() == [4e9, 0.0]
     assert view.decode_pool == (0,)
     assert view.hbm_bytes("two") > view.hbm_bytes("one")
     asyncio.run(figures.ask_all({"two": refuse}))

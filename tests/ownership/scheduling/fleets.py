@@ -67,8 +67,9 @@ def worker(
     costs: CostModel | None = None,
     role: Role = Role.BOTH,
     hbm_bytes: int = GIB,
+    cache_bytes: int = 0,
 ) -> WorkerView:
-    return WorkerView(name, costs or costs_of(), hbm_bytes, role, load or WorkerLoad())
+    return WorkerView(name, costs or costs_of(), hbm_bytes, role, load or WorkerLoad(), cache_bytes)
 
 
 def fleet_of(*workers: WorkerView, links: dict[tuple[str, str], Link] | None = None) -> FleetView:
@@ -91,6 +92,7 @@ loads = st.builds(
     counts,
     st.sampled_from([True, True, True, False]),
     st.sampled_from([0.0, 3.5]),
+    st.sampled_from([0.0, 9_000.0]),
 )
 worker_prefixes = st.builds(WorkerPrefix, counts, counts, counts)
 
@@ -113,7 +115,13 @@ cost_models = st.builds(
 )
 worker_views = {
     name: st.builds(
-        WorkerView, st.just(name), cost_models, st.sampled_from([10_000, 1 << 20]), roles, loads
+        WorkerView,
+        st.just(name),
+        cost_models,
+        st.sampled_from([10_000, 1 << 20]),
+        roles,
+        loads,
+        st.sampled_from([0, 20_000]),
     )
     for name in NAMES
 }
@@ -131,6 +139,7 @@ def workers(draw: st.DrawFn) -> list[WorkerView]:
         1 << 20,
         first.role,
         first.load._replace(accepting=True),
+        first.cache_bytes,
     )
     return found
 

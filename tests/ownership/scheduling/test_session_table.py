@@ -67,6 +67,17 @@ def test_sessions_are_expected_back_if_others_came_back() -> None:
     assert sessions.returning("a") == pytest.approx(4, rel=0.1)
 
 
+def test_sessions_that_come_back_need_the_tokens_of_their_last_prompt() -> None:
+    sessions = table()
+    now_s = returning_sessions(sessions, 20)
+    assert sessions.returning_tokens("a") == pytest.approx(0.0)
+    sessions.on_turn_start("0", "a", 0, now_s, 7_000)
+    sessions.on_turn_end("0", 0, now_s + 0.1)
+    assert sessions.returning_tokens("a") == pytest.approx(7_000, rel=0.1)
+    sessions.expire(now_s + 60.0)
+    assert sessions.returning_tokens("a") == 0.0
+
+
 def test_overdue_sessions_are_expected_no_more() -> None:
     sessions = table()
     now_s = returning_sessions(sessions, 20)
