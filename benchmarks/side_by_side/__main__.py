@@ -75,6 +75,12 @@ def main() -> None:
         cases = [replace(case, rounds=given.rounds) for case in cases]
     ROOT.mkdir(parents=True, exist_ok=True)
     done = _read(given.resume)
+
+    def keep(row: Row) -> None:
+        if given.resume:
+            with given.resume.open("a") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
+
     rows = []
     for case in cases:
         for name in given.names or CONTESTANTS:
@@ -85,13 +91,12 @@ def main() -> None:
             stages = [x for x in _STAGES if x in given.stages]
             stages = [x for x in stages if x in STAGES or case is cases[0]]
             try:
-                rows.append(measure(CONTESTANTS[name], case, folder, stages, run_fault))
+                row = measure(CONTESTANTS[name], case, folder, stages, run_fault, keep)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
+            keep(row)
+            rows.append(row)
             print(report.tables(rows[-1:]), "\n", file=sys.stderr, flush=True)
-            if given.resume:
-                with given.resume.open("a") as file:
-                    file.write(json.dumps(asdict(rows[-1])) + "\n")
     publish(
         "side_by_side",
         f"{machine_line()}; medians\n\n{report.tables(rows)}",
@@ -104,10 +109,11 @@ def main() -> None:
 
 
 def _read(path: Path | None) -> dict[tuple[str, str], Row]:
-    """Return the rows of a file by contestant and model."""
+    """Return the complete rows of a file by contestant and model."""
     lines = path.read_text().splitlines() if path and path.exists() else []
     rows = [Row.from_plain(json.loads(line)) for line in lines]
-    return {(row.contestant, row.model): row for row in rows}
+    last = {(row.contestant, row.model): row for row in rows}
+    return {key: row for key, row in last.items() if row.error is None}
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from pathlib import Path
 from benchmarks.engine_process import Engine, EngineProcess, prompt_tokens
 from benchmarks.measure import rounded, table
 from benchmarks.side_by_side.environments import ROOT
+from examples.serving import stop_servers_on_sigterm
 
 MODELS = ("dense", "gemma3", "gptoss", "llama4", "deepseek_v4", "qwen3_next")
 _PREFIXES = 2
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
     given = parser.parse_args()
+    stop_servers_on_sigterm()
     ROOT.mkdir(parents=True, exist_ok=True)
     restarts = []
     for model in given.models:

@@ -205,10 +205,11 @@ def measure(
     folder: Path,
     stages: Sequence[str],
     fault: Callable[[str, Arena, Row], Outcome],
+    keep: Callable[[Row], None],
 ) -> Row:
     """Run the stages; return a row, with an error where something did not run.
 
-    `stages`: of `STAGES`, and faults. `fault` runs one.
+    `stages`: of `STAGES`, and faults. `fault` runs one. `keep` gets the row before each stage.
     """
     row = Row(contestant.name, contestant.version, case.model)
     try:
@@ -226,6 +227,7 @@ def measure(
             run.rounds()
             if not contestant.has_prefiller and contestant.transfer(arena.place) is not None:
                 for stage in stages:
+                    keep(replace(run.row, error=f"{stage}: it was stopped here"))
                     if stage == "streams" and case.streams:
                         run.streams()
                     elif stage in STAGES[1:]:
@@ -259,6 +261,7 @@ class _Run:
         for server in (arena.reference, arena.server, arena.prefiller):
             if server is not None:
                 server.complete(case.prompt(-1), 1)  # the first touch of memory
+        time.sleep(_SETTLE_S)
         before = arena.contestant.stored_bytes(arena.place, arena.server)
         for round_ in range(case.rounds):
             prompt = case.prompt(round_)
