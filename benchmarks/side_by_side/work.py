@@ -278,18 +278,15 @@ class _Run:
                 changed = [*prompt]
                 changed[len(prompt) // 8] ^= 1
                 power = logprob_distance(answer, arena.reference.complete(changed, _ANSWER_TOKENS))
-            if arena.prefiller is not None:
-                arena.restored(prompt)
-            samples.add("local", arena.server.complete(prompt, _ANSWER_TOKENS).ttft_s)
             time.sleep(_SETTLE_S)
-            if arena.contestant.transfer(arena.place) is None:
-                continue
-            arena.server.reset_prefix_cache()
-            reply = arena.restored(prompt)
-            samples.add("memory", reply.ttft_s)
-            samples.add("memcpy", memcpy.reused())
-            restored.append(reply.cached_tokens or 0)
-            self._judge("memory", round_, reply)
+            if arena.contestant.transfer(arena.place) is not None:
+                arena.server.reset_prefix_cache()
+                reply = arena.restored(prompt)
+                samples.add("memory", reply.ttft_s)
+                samples.add("memcpy", memcpy.reused())
+                restored.append(reply.cached_tokens or 0)
+                self._judge("memory", round_, reply)
+            samples.add("local", arena.server.complete(prompt, _ANSWER_TOKENS).ttft_s)
         stored = arena.contestant.stored_bytes(arena.place, arena.server)
         found = arena.footprint()
         plain = footprint([arena.reference.group])
