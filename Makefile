@@ -116,6 +116,7 @@ test-slow: venv  ## Long soaks, many kill -9, the complete exactness matrix
 
 test-faults: venv  ## A thousand seeded rounds of faults, another seed each day
 	$(RUN) -m tests.faults.campaign --rounds 1000
+	$(RUN) -m tests.ownership.router.fault_rounds --rounds 300
 
 lint: venv  ## ruff and mypy
 	$(RUN) -m ruff check .
@@ -134,6 +135,8 @@ bench: venv  ## Figures and plots
 	$(RUN) -m benchmarks.directory --json
 	$(RUN) -m benchmarks.router_identity --json
 	$(RUN) -m benchmarks.router --json
+	$(RUN) -m benchmarks.router_overload --json
+	$(RUN) -m benchmarks.router_corpora --json
 	$(RUN) -m benchmarks.scheduling --json
 	$(RUN) -m benchmarks.simulator --json
 	$(RUN) -m benchmarks.xpyd --json
