@@ -24,6 +24,10 @@ def copy_factors(table: WorkerTable, token_bytes: float) -> Floats:
 
     `token_bytes`: a token's state, all ranks together.
     """
-    needed_bytes = (table.context_tokens + table.returning_tokens) * token_bytes
-    share = needed_bytes / np.maximum(table.cache_bytes, 1.0)
-    return np.where(table.cache_bytes > 0.0, np.clip(share / _FULL, _LEAST, _MOST), 1.0)
+    is_known = table.cache_bytes > 0.0
+    factors: Floats = table.context_tokens + table.returning_tokens
+    factors *= token_bytes / _FULL
+    factors /= np.maximum(table.cache_bytes, 1.0)
+    np.minimum(factors, _MOST, out=factors)
+    np.maximum(factors, _LEAST, out=factors)
+    return factors if is_known.all() else np.where(is_known, factors, 1.0)

@@ -221,21 +221,20 @@ class PrefillPricing:
         """Return `[2, workers]`: price of the second copies that a step there makes.
 
         First of what other workers have, then of all that another worker has just computed. The
-        price is that of computing it.
+        price is that of computing it, times kappa: what is handed off never costs less than
+        `weights.copy`.
         """
         own = np.maximum(self.resident, self._on_ssd)
         end = np.array(((own.max(),), (self._tokens - 1.0,)))
         token_s = self._table.token_s + (0.5 * self._table.attention_s) * (end + own)
         copied: Floats = (end - own) * token_s
-        copied *= self._copy_prices(weights)
-        return copied
-
-    def _copy_prices(self, weights: PlacementWeights) -> Floats:
-        """Return kappa, `[2, workers]`. What is handed off never costs less than `weights.copy`."""
         if not (weights.fullness and self._has_session):
-            return np.full((2, 1), weights.copy)
+            copied *= weights.copy
+            return copied
         prices = weights.copy * copy_factors(self._table, self._state_bytes[0])
-        return np.stack((prices, np.maximum(prices, weights.copy)))
+        copied[0] *= prices
+        copied[1] *= np.maximum(prices, weights.copy)
+        return copied
 
     def _queued(self) -> Floats:
         """Return `[workers]`: `CostModel.queue_s`."""
