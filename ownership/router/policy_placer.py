@@ -8,6 +8,7 @@ placer counts on what it knows itself: where a session was served last, and how 
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,6 +51,8 @@ OnAnswer = Callable[[str, str, PromptView, str], None]
 """Gets the worker, the path, what was known of the prompt, and the answer's id."""
 PLACED = frozenset({"chat", "completions", "responses", "messages"})
 """The doors whose requests have a prompt. Others go to the worker with the fewest requests."""
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+"""Fields that limit the tokens of an answer."""
 _BYTES_PER_TOKEN = 4
 """A guess, for a body whose tokens are not known."""
 
@@ -239,7 +242,7 @@ class PolicyPlacer:
         session_id = _session_id(request, body)
         if isinstance(ledger, SharedLedger):
             view = view.with_doubts(ledger.doubts(now_s))
-        view, step = self._step(request, session_id, view, ledger)
+        view, step = self._step(request, body, session_id, view, ledger)
         is_whole = request.is_whole or not (self._can_hand_off and can_hand_off(body))
         policy = self._whole_policy if is_whole else self._policy
         fleet = ledger.view(now_s)
@@ -277,7 +280,12 @@ class PolicyPlacer:
         )
 
     def _step(
-        self, request: RouterRequest, session_id: str, view: PromptView, ledger: Ledger
+        self,
+        request: RouterRequest,
+        body: object,
+        session_id: str,
+        view: PromptView,
+        ledger: Ledger,
     ) -> tuple[PromptView, Step]:
         """Return the request as a step. A blind view gets what the session's last turn has left."""
         last = self._sessions.get(session_id)
@@ -288,7 +296,7 @@ class PolicyPlacer:
             view = replace(view, prefixes=prefixes, certainty=Certainty.DEGRADED)
         owner = ledger.sessions.owner(session_id)
         forked = ledger.sessions.has_sibling(session_id, boundary)
-        output_tokens = ledger.output_tokens
+        output_tokens = min(ledger.output_tokens, _most_output_tokens(body))
         step = Step(
             prompt_tokens, view.prefixes, session_id, owner, boundary, output_tokens, forked=forked
         )
@@ -343,6 +351,12 @@ def _session_id(request: RouterRequest, body: object) -> str:
         return ""
     name = f"{request.caller}/{given}"
     return hashlib.blake2b(name.encode(errors="replace"), digest_size=8).hexdigest()
+
+
+def _most_output_tokens(body: object) -> float:
+    """Return the tokens to which the request limits its answer; infinite if it does not."""
+    limits = [body.get(name) for name in _LIMITS] if isinstance(body, Mapping) else []
+    return min((x for x in limits if isinstance(x, int) and x > 0), default=math.inf)
 
 
 def _longest(view: PromptView) -> PromptChain | None:

@@ -61,6 +61,14 @@ def test_a_session_stays_where_it_was_served_before_the_directory_knows(known: K
     assert {worker_of(known.complete("s")) for _ in range(4)} == {second}
 
 
+def test_no_more_tokens_are_expected_than_the_request_allows(known: KnownFleet) -> None:
+    for limit in ({"max_tokens": 4}, {"max_tokens": 10**6}, {"max_tokens": "many"}, {}):
+        known.complete(**limit)
+    wait_until(lambda: len(known.decisions()) == 4)
+    expected = [line["expected_output_tokens"] for line in known.decisions()]
+    assert expected == [4, 256, 256, 256]
+
+
 def test_sessions_that_run_at_once_spread(known: KnownFleet) -> None:
     slow = {"stream": True, "stub": {"events": 3, "gap_s": 0.5}}
     found = list[str]()
