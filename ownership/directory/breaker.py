@@ -29,6 +29,11 @@ class CircuitBreaker:
         """True if the last call failed."""
         return self._pause_s > 0.0
 
+    @property
+    def can_try(self) -> bool:
+        """True if `admit` would return 0.0."""
+        return not self.is_open or self._clock() >= self._refuse_until_s
+
     def admit(self) -> float:
         """Return 0.0 if a call may be made now, else the seconds until the next attempt.
 

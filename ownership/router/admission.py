@@ -14,6 +14,8 @@ from ownership.router.requests import Priority, RefusedError, RouterRequest
 
 WEIGHTS = {Priority.HIGH: 16.0, Priority.NORMAL: 4.0, Priority.LOW: 1.0}
 """Shares of the classes while all of them wait."""
+_LOOK_S = 0.1
+"""While requests wait, workers are looked at so often: the end of a worker's pause is no event."""
 
 
 class _Waiter:
@@ -96,6 +98,8 @@ class Admission:
         self._queue_s = queue_s
         self._queue = FairQueue()
         self._placing = 0
+        self._look: asyncio.TimerHandle | None = None
+        """The next look at workers; None if nobody waits."""
         self._intervals_s: deque[float] = deque(maxlen=64)
         self._last_end_s = math.nan
 
@@ -151,6 +155,12 @@ class Admission:
             self._placing += 1
             self._on_queued(self.queued)
             waiter.admitted.set_result(None)
+        if self._queue and self._look is None:
+            self._look = asyncio.get_running_loop().call_later(_LOOK_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._look = None
+        self.admit()
 
     def _can_run(self, request: RouterRequest) -> bool:
         """Return True also if there is no worker at all, which is refused at once."""

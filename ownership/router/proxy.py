@@ -126,7 +126,7 @@ class Proxy:
     async def _serve(self, request: RouterRequest, answer: Answer) -> None:
         """Send the request to workers until one answers. Raises RefusedError if none does."""
         arrived_s = monotonic()
-        tried: list[Worker] = []
+        request.tried = tried = list[Worker]()
         resent, was_stale = 0, False
         while True:
             with request.spans.placing():
@@ -213,7 +213,6 @@ class Proxy:
                 self._placer.on_ended(placed, answer.num_events, monotonic())
                 raise
         self._placer.on_ended(placed, answer.num_events, monotonic())
-        worker.breaker.on_success()
 
     @contextmanager
     def under_way(self, worker: Worker) -> Iterator[Exchange]:
@@ -283,6 +282,7 @@ class Proxy:
             read = response.content.readany
             part = await read()
             exchange.last_byte_s = now_s = monotonic()
+            placed.worker.breaker.on_success()
             self._placer.on_first_byte(placed, now_s)
             self._metrics.first_byte.labels(request.door.name).observe(now_s - arrived_s)
             if (response.content_length or _WHOLE_BYTES) < _WHOLE_BYTES:

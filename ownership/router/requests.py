@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -72,6 +72,8 @@ class RouterRequest:
     is_whole: bool = False
     """True if one worker must serve it: no prompt of it is computed at another."""
     spans: RequestSpans = NO_SPANS
+    tried: Container[object] = ()
+    """The workers that have lost or refused it: it waits for others."""
 
     def header(self, name: bytes) -> str | None:
         """Return the value of a header, by its name in lower case."""

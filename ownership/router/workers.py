@@ -113,11 +113,17 @@ class WorkerSet:
         ]
 
     def room(self, request: RouterRequest) -> int | None:
-        """Return how many more requests like this the workers could take; None without any."""
-        workers = [x for x in self.usable(request) if not x.breaker.is_open]
-        if not workers:
+        """Return how many more requests like this the workers could take; None without any.
+
+        If all of them pause after lost requests, it is one as soon as a pause has ended.
+        """
+        usable = self.usable(request, request.tried)
+        if not usable:
             return None
-        return sum(max(0, self._max_in_flight - worker.in_flight) for worker in workers)
+        closed = [worker for worker in usable if not worker.breaker.is_open]
+        if not closed:
+            return int(any(worker.breaker.can_try for worker in usable))
+        return sum(max(0, self._max_in_flight - worker.in_flight) for worker in closed)
 
     def candidates(self, request: RouterRequest, tried: Container[Worker]) -> list[Worker]:
         """Return the workers to choose from. If one's breaker wants to try again, it alone.

@@ -254,9 +254,9 @@ def test_a_worker_that_is_lost_gets_nothing_for_a_pause(start: Start) -> None:
         router, client = start(workers=fleet, probe_s=30)
         fleet.processes[0].kill()
         fleet.processes[0].wait()
-        found = [client.post(PATH, json={"prompt": "x"}).status_code for _ in range(6)]
-        assert found.count(503) == 1, "one client has found it"
-        assert found.count(200) == 5
+        found = [client.post(PATH, json={"prompt": "x"}).status_code for _ in range(40)]
+        assert 1 <= found.count(503) < 15, "one client found it, and one after each pause"
+        assert found.count(200) + found.count(503) == 40
         assert under_way(router, fleet) == 0
 
 

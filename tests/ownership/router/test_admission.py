@@ -130,6 +130,17 @@ def test_a_full_model_does_not_block_another_s_requests() -> None:
     play(story())
 
 
+def test_the_end_of_a_pause_is_noticed_without_an_event() -> None:
+    async def story() -> None:
+        room = Room(any=0)
+        bench = Bench(room)
+        waiting = await bench.wait(request(), request())
+        room.by_model["any"] = 2
+        await asyncio.gather(*waiting)
+
+    play(story())
+
+
 def test_too_many_and_too_long_are_refused_with_a_reason() -> None:
     async def story() -> None:
         bench = Bench(Room(any=0), max_queued=2, queue_s=0.05)

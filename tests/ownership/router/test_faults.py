@@ -72,6 +72,15 @@ def test_a_request_whose_worker_is_lost_is_sent_again_once_only(
         assert total(pair, "lost") + total(more, "lost") <= 3  # a kept connection may be stale once
 
 
+def test_a_request_that_all_workers_lose_costs_others_a_pause_and_no_answer(
+    start_router: StartRouter, pair: StubFleet
+) -> None:
+    router = start_router(workers=pair.urls)
+    for _ in range(3):
+        assert router.complete(stub={"fault": "lose"}).status_code == 502
+        assert router.complete().status_code == 200
+
+
 @pytest.mark.parametrize("fault", ["cut", "exit"])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
 def test_a_stream_whose_worker_is_lost_ends_with_an_error_event(

@@ -31,6 +31,20 @@ def test_a_worker_that_lost_a_request_gets_one_after_its_pause_and_no_other() ->
     assert workers.candidates(request(), ()) == [one, two]
 
 
+def test_while_all_workers_pause_requests_wait_for_the_end_of_a_pause() -> None:
+    now_s = 100.0
+    workers, found = workers_of("one", "two")
+    for worker in found:
+        worker.breaker = CircuitBreaker(lambda: now_s)
+        worker.breaker.on_failure()
+    assert workers.room(request()) == 0
+    now_s += 1.0
+    assert workers.room(request()) == 1
+    assert workers.candidates(request(), ()) == found[:1]
+    assert workers.candidates(request(), ()) == found[1:]
+    assert workers.room(request()) == 0, "both are tried"
+
+
 def test_without_any_worker_there_is_no_room_to_wait_for() -> None:
     workers, (one, two) = workers_of("one", "two")
     one.state = WorkerState.DOWN
