@@ -195,13 +195,12 @@ class Proxy:
         worker = placed.worker
         with self.under_way(worker) as exchange:
             if len(tried) == 1:
-                self._metrics.wait.observe(exchange.last_byte_s - arrived_s)
-            self._placer.on_sent(placed, exchange.last_byte_s)
+                self._metrics.wait.observe(exchange.sent_s - arrived_s)
+            self._placer.on_sent(placed, exchange.sent_s)
             try:
                 async with exchange.patience:
                     if placed.prefill is not None:
                         await self.prefill(placed, placed.prefill)
-                        exchange.last_byte_s = monotonic()
                     await self._pass_on(placed, exchange, answer, arrived_s, tried)
             except _BusyError:
                 self._placer.on_failed(placed, monotonic())
@@ -281,7 +280,7 @@ class Proxy:
                 raise _BusyError
             read = response.content.readany
             part = await read()
-            exchange.last_byte_s = now_s = monotonic()
+            exchange.heard_s = now_s = monotonic()
             placed.worker.breaker.on_success()
             self._placer.on_first_byte(placed, now_s)
             self._metrics.first_byte.labels(request.door.name).observe(now_s - arrived_s)
@@ -292,7 +291,7 @@ class Proxy:
             while part:
                 await answer.send(part)
                 part = await read()
-                exchange.last_byte_s = monotonic()
+                exchange.heard_s = monotonic()
             await answer.end()
 
     @asynccontextmanager

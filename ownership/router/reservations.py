@@ -27,9 +27,9 @@ class Reservation:
         self._placer, self._placed = placer, placed
         self._counted = ExitStack()
         exchange = self._counted.enter_context(proxy.under_way(placed.worker))
-        self.sent_s = exchange.last_byte_s
+        self.sent_s = exchange.sent_s
         # Nothing of the worker's is seen here, so it is not given up for silence.
-        exchange.last_byte_s = math.inf
+        exchange.heard_s = math.inf
         self.output_tokens = 0
         self._has_answered = False
         placer.on_sent(placed, self.sent_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -28,8 +29,10 @@ class Exchange:
 
     patience: asyncio.Timeout
     """Ends the wait for the worker when it is rescheduled to now."""
-    last_byte_s: float
-    """Monotonic time at which the worker last sent something, or got the request."""
+    sent_s: float
+    """Monotonic time at which it was sent."""
+    heard_s: float = -math.inf
+    """Monotonic time at which the worker last sent something; minus infinity before."""
 
 
 @dataclass(eq=False)
@@ -61,7 +64,7 @@ class Worker:
         told."""
         now_s = asyncio.get_running_loop().time()
         for exchange in self.exchanges:
-            if exchange.last_byte_s < since_s and exchange.patience.when() is None:
+            if exchange.heard_s < since_s and exchange.patience.when() is None:
                 exchange.patience.reschedule(now_s)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from ownership.directory.breaker import CircuitBreaker
 from ownership.router.config import WorkerAddress
-from ownership.router.workers import Worker, WorkerSet, WorkerState
+from ownership.router.workers import Exchange, Worker, WorkerSet, WorkerState
 from tests.ownership.router.test_admission import request
 
 
@@ -43,6 +45,37 @@ def test_while_all_workers_pause_requests_wait_for_the_end_of_a_pause() -> None:
     assert workers.candidates(request(), ()) == found[:1]
     assert workers.candidates(request(), ()) == found[1:]
     assert workers.room(request()) == 0, "both are tried"
+
+
+def test_a_worker_that_is_down_keeps_only_the_requests_that_it_answers() -> None:
+    """Also one that it got after its first probe had failed has no answer."""
+
+    async def story() -> None:
+        _, (worker, _) = workers_of("one", "two")
+        ended: list[str] = []
+
+        async def wait(name: str, exchange: Exchange) -> None:
+            worker.exchanges.add(exchange)
+            try:
+                async with exchange.patience:
+                    await asyncio.Event().wait()
+            except TimeoutError:
+                ended.append(name)
+
+        exchanges = {
+            "silent": Exchange(asyncio.timeout(None), sent_s=1.0, heard_s=2.0),
+            "unanswered": Exchange(asyncio.timeout(None), sent_s=9.0),
+            "answering": Exchange(asyncio.timeout(None), sent_s=1.0, heard_s=9.0),
+        }
+        tasks = [asyncio.create_task(wait(*item)) for item in exchanges.items()]
+        await asyncio.sleep(0)
+        worker.abandon_silent(5.0)
+        await asyncio.gather(*tasks[:2])
+        assert ended == ["silent", "unanswered"]
+        assert not tasks[2].done()
+        tasks[2].cancel()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
 
 
 def test_without_any_worker_there_is_no_room_to_wait_for() -> None:
