@@ -99,7 +99,7 @@ class Admission:
         self._queue = FairQueue()
         self._placing = 0
         self._look: asyncio.TimerHandle | None = None
-        """The next look at workers; None if nobody waits."""
+        """The next look at workers; None if none waits."""
         self._intervals_s: deque[float] = deque(maxlen=64)
         self._last_end_s = math.nan
 

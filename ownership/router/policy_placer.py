@@ -339,7 +339,7 @@ class PolicyPlacer:
 def _decoded(body: bytes) -> object:
     try:
         return msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None  # the worker says what is wrong
 
 

@@ -158,7 +158,7 @@ def read_fields(request: RouterRequest) -> None:
         return
     try:
         fields = msgspec.json.decode(request.body, type=_Body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         if request.door is OTHER:
             return
         text = f"the body is not a JSON object of this API: {error}"

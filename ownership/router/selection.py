@@ -7,6 +7,7 @@ that the proxy will send.
 from __future__ import annotations
 
 import hashlib
+import re
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -37,6 +38,8 @@ from ownership.scheduling import WorkerPrefix
 BLOCK_TOKENS = 16
 """The tokens that each `output_block` stands for."""
 _NO_MODEL = "default"
+_ID = re.compile(r"[A-Za-z0-9._:~-]{1,256}")
+"""Ids that a path can name."""
 _COMPLETIONS = "/v1/completions"
 
 
@@ -82,16 +85,17 @@ class SelectionDoors:
 
     async def _reserve(self, call: Request) -> object:
         asked, request = await self._read(call)
-        asked.selection_id = asked.selection_id or uuid.uuid4().hex
-        return await self._reserved(asked, request)
+        if asked.selection_id is None:
+            asked.selection_id = uuid.uuid4().hex
+        return await self._reserved(call, asked, request)
 
     async def _reserve_at(self, call: Request) -> object:
         asked, request = await self._read(call)
         if asked.selection_id is None or asked.worker_id is None:
             raise _refused(Reason.BAD_BODY, "a reservation needs selection_id and worker_id")
-        return await self._reserved(asked, request)
+        return await self._reserved(call, asked, request)
 
-    async def _reserved(self, asked: _Selection, request: RouterRequest) -> object:
+    async def _reserved(self, call: Request, asked: _Selection, request: RouterRequest) -> object:
         assert asked.selection_id is not None
         placed = await self._reservations.place(request, self._excluded(asked))
         if asked.selection_id in self._reservations:
@@ -99,6 +103,9 @@ class SelectionDoors:
             raise _refused(Reason.RESERVED, text)
         answer = _answer(asked, placed)
         self._reservations.reserve(asked.selection_id, placed)
+        if await call.is_disconnected():  # it left while it waited for room
+            self._reservations.free(asked.selection_id)
+            raise ClientLeftError
         return answer
 
     async def _prefilled(self, call: Request) -> object:
@@ -137,8 +144,11 @@ class SelectionDoors:
         request = await read_request(call.scope, call.receive, self._config)
         try:
             asked = msgspec.json.decode(request.body, type=_Selection)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise _refused(Reason.BAD_BODY, f"not a body of this API: {error}") from error
+        if asked.selection_id is not None and not _ID.fullmatch(asked.selection_id):
+            text = "selection_id: 1 to 256 letters, digits and ._:~- are taken"
+            raise _refused(Reason.BAD_BODY, text)
         path, body = asked.path, bytes(asked.body)
         if (asked.token_ids is None) == (not body):
             text = "give the prompt as token_ids, or the request as body, with its path: hashes "

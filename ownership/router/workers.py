@@ -103,7 +103,7 @@ class WorkerSet:
         workers = self._workers.values()
         return not workers or any(worker.has_model(model) for worker in workers)
 
-    def usable(self, request: RouterRequest, tried: Container[Worker] = ()) -> list[Worker]:
+    def usable(self, request: RouterRequest, tried: Container[object] = ()) -> list[Worker]:
         """Return the workers that could take the request now, or after others have ended."""
         model = request.model
         return [

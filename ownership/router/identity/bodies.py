@@ -64,7 +64,7 @@ class Prompt:
 
 
 def read_prompts(path: str, body: object) -> list[Prompt]:
-    """Return the prompts of a request, by the path that it is sent to.
+    """Return the prompt of a request, by the path that it is sent to: of several the longest.
 
     Empty for a path without prompts.
     """
@@ -86,7 +86,11 @@ def _completion(body: Body) -> list[Prompt]:
         given = [given]
     if not isinstance(given, list) or not given:
         return [Prompt(**_common(body), doubts=(*doubts, Doubt.BODY))]
-    return [_completion_prompt(one, body, doubts) for one in given]
+    return [_completion_prompt(max(given, key=_length), body, doubts)]
+
+
+def _length(given: object) -> int:
+    return len(given) if isinstance(given, str | list) else 0
 
 
 def _completion_prompt(given: object, body: Body, doubts: tuple[Doubt, ...]) -> Prompt:

@@ -22,6 +22,8 @@ class Reason(StrEnum):
 
     NO_PROMPT = "no_prompt"
     """The request has no prompt that is read."""
+    PROMPT_LATE = "prompt_late"
+    """The prompt was not named in time: it is very long, or many are named at once."""
     NO_CHAINS = "no_chains"
     """No server has told how it names chains: none has the connector, or none answers."""
     SERVER_SILENT = "server_silent"

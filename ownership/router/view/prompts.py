@@ -155,10 +155,12 @@ class PrefixViews:
         directory: Directory | None,
         deadline_s: float = 0.05,
         stock: StockWorkers | None = None,
+        naming_s: float = 2.0,
     ) -> None:
         """`directory`: None if the fleet has none. `deadline_s`: for its answer. `stock`: None if
-        no KV events are read.
+        no KV events are read. `naming_s`: seconds in which a prompt is to be named.
         """
+        self._naming_s = naming_s
         self.stock = stock or StockWorkers(lambda server: [])
         self.identity = identity
         self.fleet = fleet
@@ -176,9 +178,11 @@ class PrefixViews:
         """
         loop = asyncio.get_running_loop()
         groups = self.fleet.groups()
-        prompt, chains, named, by_events, doubts = await loop.run_in_executor(
-            self._threads, self._name, path, body, groups
-        )
+        naming = loop.run_in_executor(self._threads, self._name, path, body, groups)
+        done, _ = await asyncio.wait([naming], timeout=self._naming_s)
+        if not done:
+            return PromptView(0, {}, Certainty.BLIND, (Reason.PROMPT_LATE,))
+        prompt, chains, named, by_events, doubts = naming.result()
         if prompt is None:
             return PromptView(0, {}, Certainty.BLIND, (Reason.NO_PROMPT,))
         stock = set(self.stock.servers)
@@ -212,26 +216,26 @@ class PrefixViews:
         self._lookups.shutdown(wait=False, cancel_futures=True)
 
     def _name(self, path: str, body: object, groups: Sequence[EngineGroup]) -> _Named:
-        """Return the longest prompt, and its chains by each naming of the fleet."""
-        best = _Named(None, {}, {}, {}, set())
-        for prompt in self.identity.read(path, body):
-            doubts, chains = set[str](prompt.doubts), dict[ChainNaming, PromptChain]()
-            by_naming: dict[ChainNaming, list[EngineGroup]] = {}
-            for group in groups:
-                naming = group.published.naming(prompt)
-                if naming is None:
-                    doubts.add(Reason.ADAPTER_UNKNOWN)
-                else:
-                    by_naming.setdefault(naming, []).append(group)
-            for naming in self.stock.namings(prompt) | by_naming.keys():
-                named = self.identity.name(prompt, naming)
-                doubts |= set(named.doubts)
-                if named.chain is not None:
-                    chains[naming] = named.chain
-            if best.prompt is None or _length(chains) > _length(best.chains):
-                by_events = self.stock.prefixes(prompt, chains)
-                best = _Named(prompt, chains, by_naming, by_events, doubts)
-        return best
+        """Return the prompt, and its chains by each naming of the fleet."""
+        found = self.identity.read(path, body)
+        if not found:
+            return _Named(None, {}, {}, {}, set())
+        prompt = found[0]
+        doubts, chains = set[str](prompt.doubts), dict[ChainNaming, PromptChain]()
+        by_naming: dict[ChainNaming, list[EngineGroup]] = {}
+        for group in groups:
+            naming = group.published.naming(prompt)
+            if naming is None:
+                doubts.add(Reason.ADAPTER_UNKNOWN)
+            else:
+                by_naming.setdefault(naming, []).append(group)
+        for naming in self.stock.namings(prompt) | by_naming.keys():
+            named = self.identity.name(prompt, naming)
+            doubts |= set(named.doubts)
+            if named.chain is not None:
+                chains[naming] = named.chain
+        by_events = self.stock.prefixes(prompt, chains)
+        return _Named(prompt, chains, by_naming, by_events, doubts)
 
     def _tokenizer_reasons(self, groups: Sequence[EngineGroup]) -> set[Reason]:
         tokenizer = self.identity.tokenizer
@@ -277,10 +281,6 @@ class PrefixViews:
             self._breaker.on_failure()
         elif time.monotonic() <= until_s:
             self._breaker.on_success()
-
-
-def _length(chains: Mapping[ChainNaming, PromptChain]) -> int:
-    return max((chain.num_tokens for chain in chains.values()), default=0)
 
 
 def _prefixes(

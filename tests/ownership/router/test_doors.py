@@ -87,7 +87,9 @@ def test_a_model_that_no_worker_has_is_not_found(
     assert answer.headers["x-heterocache-reason"] == "unknown_model"
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"text"', b'{"model": 5}', b"[" * 100_000])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b'"text"', b'{"model": 5}', b"[" * 100_000, b'{"model": "\xff"}']
+)
 def test_a_malformed_body_is_refused_with_an_explanation(
     body: bytes, router: RunningRouter
 ) -> None:

@@ -61,6 +61,12 @@ def test_a_session_stays_where_it_was_served_before_the_directory_knows(known: K
     assert {worker_of(known.complete("s")) for _ in range(4)} == {second}
 
 
+def test_a_body_that_is_no_utf8_goes_to_a_worker_which_says_so(known: KnownFleet) -> None:
+    answer = known.router.client.post("/v1/completions", content=b'{"prompt": "\xff"}')
+    assert "x-heterocache-worker" in answer.headers
+    assert answer.headers["x-heterocache-placement"].startswith("blind")
+
+
 def test_no_more_tokens_are_expected_than_the_request_allows(known: KnownFleet) -> None:
     for limit in ({"max_tokens": 4}, {"max_tokens": 10**6}, {"max_tokens": "many"}, {}):
         known.complete(**limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,22 @@ def test_reservations_and_requests_share_the_workers_room(
     assert router.complete(prompt="x").status_code == 200
 
 
+def test_a_client_that_leaves_while_it_waits_for_room_has_no_reservation(
+    start_router: StartRouter,
+) -> None:
+    router = start_router(max_in_flight=1)
+    names = [post(router, "/select_and_reserve", token_ids=[1])["selection_id"] for _ in range(2)]
+    body = b'{"token_ids": [1]}'
+    head = f"POST /select_and_reserve HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", router.port)) as client:
+        client.sendall(head.encode() + body)
+        wait_until(lambda: router.metric("queued") == 1)
+    for name in names:
+        free(router, name)
+    wait_until(lambda: router.metric("queued") == 0)
+    wait_until(lambda: all(router.metric("in_flight", worker=x) == 0 for x in router.states()))
+
+
 def test_a_reservation_that_is_never_freed_ends_with_its_lease(start_router: StartRouter) -> None:
     router = start_router(max_in_flight=1, max_queued=0, lease_s=0.2)
     for _ in range(2):
@@ -113,6 +130,10 @@ def test_a_reservation_that_is_never_freed_ends_with_its_lease(start_router: Sta
         ({"token_ids": [1], "body": {}}, "token_ids"),
         ({"token_ids": [-1]}, "token_ids"),
         ({"body": {}, "path": "/v1/nothing"}, "/v1/nothing"),
+        *(
+            ({"token_ids": [1], "selection_id": x}, "selection_id")
+            for x in ("", "a/b", "</script>", "\n", "x" * 257)
+        ),
     ],
 )
 def test_a_wrong_body_is_told_what_to_send(

@@ -16,7 +16,7 @@ from hetero_connector.session_ids import model_digest, tenant_of
 from hetero_connector.spec import StateType
 from ownership.directory import Claim, Copy, Directory, Worker
 from ownership.directory.memory import MemoryDirectory
-from ownership.router.identity import ChainCache, ModelTokenizer, PromptIdentity
+from ownership.router.identity import ChainCache, ModelTokenizer, Prompt, PromptIdentity
 from ownership.router.view import (
     Certainty,
     Checks,
@@ -152,6 +152,32 @@ def test_silence_is_noticed(fleet: Fleet) -> None:
     fleet.add("http://one")
     assert fleet.find({"prompt": TEXT}, now_s=29.0).reasons == ()
     assert fleet.find({"prompt": TEXT}, now_s=31.0).reasons == ("server_silent",)
+
+
+def test_prompts_that_take_long_to_name_hold_up_no_other(fleet: Fleet) -> None:
+    wait, end = threading.Event(), threading.Event()
+
+    class Slow(PromptIdentity):
+        def read(self, path: str, body: object) -> list[Prompt]:
+            wait.set()
+            end.wait()
+            return super().read(path, body)
+
+    slow = Slow(fleet.views.identity.tokenizer, ChainCache())
+    views = PrefixViews(slow, fleet.chains, fleet.trust, fleet.directory, naming_s=0.05)
+
+    async def find_all() -> set[tuple[Certainty, tuple[str, ...]]]:
+        found = await asyncio.gather(
+            *(views.find("/v1/completions", {"prompt": [1]}, 1.0) for _ in range(9))
+        )
+        return {(view.certainty, view.reasons) for view in found}
+
+    try:
+        assert asyncio.run(find_all()) == {(Certainty.BLIND, ("prompt_late",))}
+        assert wait.is_set()
+    finally:
+        end.set()
+        views.close()
 
 
 def test_nothing_is_known_without_servers_or_prompts(fleet: Fleet) -> None:
