@@ -127,6 +127,22 @@ def file_path(key: str, value: object) -> Path:
     return path
 
 
+def appendable_file(key: str, value: object) -> Path:
+    """Check the path of a file that can be appended to, or made in a directory that exists."""
+    path = _path(key, value, "file")
+    try:
+        if path.is_dir():
+            raise ConfigError(key, f"{path} is a directory: give the path of a file in it")
+        exists, has_parent = path.exists(), path.parent.is_dir()
+    except OSError as error:
+        raise ConfigError(key, f"cannot read {path}: {error.strerror}") from error
+    if not exists and not has_parent:
+        raise ConfigError(key, f"expected a file in a directory that exists, got {value!r}")
+    if not os.access(path if exists else path.parent, os.W_OK):
+        raise ConfigError(key, f"{path} cannot be written")
+    return path
+
+
 def fleet_directory(key: str, value: object) -> str:
     """Check the URL of a fleet's directory; "" for none. Its Redis part is checked on joining."""
     if isinstance(value, str) and (value in ("", "memory://") or value.startswith(_REDIS)):

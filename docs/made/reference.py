@@ -46,7 +46,7 @@ def router() -> str:
     return f"""{NOTE}# The router's configuration and metrics
 
 These are the keys of the YAML file of `heterocache router` ([guide](../guides/router.md)).
-One of `workers`, `workers_file` and `workers_dns` is needed.
+One of `workers`, `workers_file`, `workers_dns` and `workers_kubernetes` is needed.
 
 {markdown_table(KEYS)}
 

@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from examples.checkpoints import NAMES, write_checkpoint
 from examples.embedded_redis import EmbeddedRedis

@@ -5,7 +5,8 @@
   it wait for room, `placer` is the port to what chooses a worker, `answer` is the client's side.
 - `workers` says which workers there are and what each has under way; `discovery` finds them,
   `probes` asks if they serve.
-- `config` is the file, `doors` the paths and their errors, `metrics` what is counted.
+- `config` is the file and `config_values` its checks, `doors` the paths and their errors,
+  `metrics` what is counted.
 - `policy_placer` places by `ownership.scheduling`: `figures` are the workers' own costs, `reports`
   their own loads; `opening` makes it from the configuration, `decision_log` writes what it decided.
 - `selection` and `ext_proc` are other faces: proxies that send themselves ask there where to, and

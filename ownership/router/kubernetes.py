@@ -9,7 +9,8 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from ownership.router.config import KubernetesService, WorkerAddress
+from ownership.router.config import WorkerAddress
+from ownership.router.config_values import KubernetesService
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """The folder in which a pod finds its token, the API server's authority and its namespace."""

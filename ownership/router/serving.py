@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import shutil
@@ -40,12 +41,14 @@ def serve(path: Path, processes: int = 1) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     open_identity(config)  # a model that cannot be opened ends it here, with a clear error
     listener = open_listener(config)
+    if config.ext_proc_port:  # each process opens it once it serves
+        open_listener(config, config.ext_proc_port).close()
     host, port = listener.getsockname()[:2]
     _log.info("listening at http://%s:%d with %d processes", host, port, processes)
     if processes == 1:
         _run(config, listener)
     else:
-        _Processes(path, port, processes, listener).run()
+        _Processes(config, port, processes, listener).run()
 
 
 def open_listener(config: RouterConfig, port: int | None = None) -> socket.socket:
@@ -53,17 +56,18 @@ def open_listener(config: RouterConfig, port: int | None = None) -> socket.socke
 
     The kernel ends connections whose client reads nothing for `client_s`.
     """
+    port = config.port if port is None else port
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        unread_ms = int(1e3 * config.client_s)
+        unread_ms = math.ceil(1e3 * config.client_s)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms)
-        listener.bind((config.host, config.port if port is None else port))
+        listener.bind((config.host, port))
     except OSError as error:
         listener.close()
-        problem = f"cannot listen at {config.host}, port {config.port}: {error.strerror}"
+        problem = f"cannot listen at {config.host}, port {port}: {error.strerror}"
         raise RouterConfigError("the router", [problem]) from error
     return listener
 
@@ -104,10 +108,11 @@ def _run(config: RouterConfig, listener: socket.socket, num_processes: int = 1) 
 class _Processes:
     """The parent of several serving processes: it starts them, again if one ends, and ends them."""
 
-    def __init__(self, path: Path, port: int, count: int, listener: socket.socket) -> None:
+    def __init__(
+        self, config: RouterConfig, port: int, count: int, listener: socket.socket
+    ) -> None:
         """`listener`: keeps the port; it never listens."""
-        self._path, self._port, self._listener = path, port, listener
-        self._drain_s = read_config(path).drain_s
+        self._config, self._port, self._listener = config, port, listener
         self._context = multiprocessing.get_context("spawn")
         self._children: list[BaseProcess] = []
         self._count = count
@@ -128,7 +133,8 @@ class _Processes:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _start(self) -> None:
-        child = self._context.Process(target=_run_child, args=(self._path, self._port, self._count))
+        given = self._config, self._port, self._count  # the file may have been changed since
+        child = self._context.Process(target=_run_child, args=given)
         child.start()
         self._children.append(child)
 
@@ -147,13 +153,13 @@ class _Processes:
             child.terminate()
 
     def _end_children(self) -> None:
-        deadline_s = time.monotonic() + self._drain_s + 5.0
+        deadline_s = time.monotonic() + self._config.drain_s + 5.0
         for child in self._children:
             child.join(max(0.0, deadline_s - time.monotonic()))
             child.kill()
 
 
-def _run_child(path: Path, port: int, num_processes: int) -> None:
+def _run_child(config: RouterConfig, port: int, num_processes: int) -> None:
     """Serve in a child process, which ends when its parent has ended."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s")
     parent = multiprocessing.parent_process()
@@ -164,5 +170,4 @@ def _run_child(path: Path, port: int, num_processes: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=follow, daemon=True, name="heterocache-router-parent").start()
-    config = read_config(path)
     _run(config, open_listener(config, port), num_processes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,75 @@ def test_all_wrong_keys_are_named_at_once(tmp_path: Path) -> None:
     assert four.startswith("workers_dns: expected host:port")
 
 
+WORKERS = ["http://a:1"]
+
+
+def test_what_would_fail_once_the_router_listens_is_refused_when_it_is_read(tmp_path: Path) -> None:
+    wrong = {
+        "directory": "redis://:hidden@",
+        "decisions": str(tmp_path),
+        "client_s": 5_000_000.0,
+        "drain_s": 1e300,
+        "max_body_mib": 1e308,
+    }
+    found = problems(tmp_path, {"workers": WORKERS} | wrong)
+    assert [line.partition(": ")[0] for line in found] == list(wrong)
+    directory, decisions, client, *_ = found
+    assert "expected host or host:port" in directory
+    assert "hidden" not in directory
+    assert "is a directory: give the path of a file" in decisions
+    assert "expected at most 604800 seconds" in client
+    assert problems(tmp_path, {"workers": WORKERS, "directory": "redis://127.0.0.1:notaport"})
+
+
+def test_a_redis_that_is_down_stops_no_router(tmp_path: Path) -> None:
+    url = "redis://127.0.0.1:1"
+    assert read_config(write(tmp_path, {"workers": WORKERS, "directory": url})).directory == url
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "module"),
+    [
+        ("directory", "redis://a", "redis"),
+        ("ext_proc_port", 9002, "grpc"),
+        ("otlp_traces_endpoint", "http://a:1/v1/traces", "opentelemetry"),
+    ],
+)
+def test_a_key_whose_extra_is_missing_says_what_to_install(
+    key: str, value: Any, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    [problem] = problems(tmp_path, {"workers": WORKERS, key: value})
+    assert problem.startswith(f"{key}: ")
+    assert "pip install 'heterocache[" in problem
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"port": 9, "ext_proc_port": 9}, "ext_proc_port: 9 is `port`, too"),
+        ({"decisions": "{folder}/log"}, "decisions: least_loaded writes none"),
+        ({"ext_proc_tls": "{folder}"}, "ext_proc_tls: .* set ext_proc_port"),
+    ],
+)
+def test_keys_that_are_right_alone_and_wrong_together_are_refused(
+    keys: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    for name in ("tls.crt", "tls.key"):
+        (tmp_path / name).touch()
+    given = {k: v.format(folder=tmp_path) if isinstance(v, str) else v for k, v in keys.items()}
+    [found] = problems(tmp_path, {"workers": WORKERS} | given)
+    assert re.search(problem, found)
+
+
+def test_a_key_that_is_given_twice_is_named_with_its_lines(tmp_path: Path) -> None:
+    text = "workers: [{url: 'http://a:1', url: 'http://b:1'}]\nport: 1\nport: 2\nqueue_s: -1\n"
+    found = problems(tmp_path, text)
+    assert "port: given twice, in lines 2 and 3" in found
+    assert "url: given twice, in lines 1 and 1" in found
+    assert found[-1].startswith("queue_s: expected")
+
+
 @pytest.mark.parametrize("content", ["", "[]", "just text", "{}", "workers: []", "workers:"])
 def test_a_file_without_workers_is_refused(content: str, tmp_path: Path) -> None:
     assert any("workers" in problem for problem in problems(tmp_path, content))
@@ -65,11 +135,30 @@ def test_a_file_that_is_not_yaml_or_not_there_is_refused(tmp_path: Path) -> None
         ([{"url": "http://a:1", "weight": 2}], "unknown key 'weight'; the keys are url, name"),
         ([{"url": "http://a:1", "drain": "yes"}], "drain: expected true or false"),
         (["http://a:1", "http://a:1"], "two workers named 'a:1'"),
+        (["http://127."], "expected http://host:port"),
+        (["http://10.0.0"], "expected http://host:port"),
+        (["http://10.0.0.1:"], "expected http://host:port"),
+        (["http://a\n:1"], "expected http://host:port"),
+        ([{"url": "http://a:1", "name": "a\r\nb"}], "name: expected text without control"),
     ],
 )
 def test_a_worker_that_is_none_is_refused(workers: Any, problem: str, tmp_path: Path) -> None:
     with pytest.raises(RouterConfigError, match=problem):
         read_config(write(tmp_path, {"workers": workers}))
+
+
+def test_every_entry_that_is_wrong_is_named_without_its_password(tmp_path: Path) -> None:
+    entries = ["a:1", "http://b:2", "http://user:hidden@c:3", {"url": "http://d:4", "drain": 1}]
+    one, two, three, port = problems(tmp_path, {"workers": entries, "port": "x"})
+    assert one.startswith("workers[0].url: ")
+    assert two.startswith("workers[2].url: ")
+    assert "hidden" not in two
+    assert three.startswith("workers[3].drain: ")
+    assert port.startswith("port: ")
+    listed = write(tmp_path, entries).rename(tmp_path / "workers.yaml")
+    in_file = problems(tmp_path, {"workers_file": str(listed), "port": "x"})
+    assert len(in_file) == 4
+    assert any(f"workers_file: {listed}: workers[0].url: " in line for line in in_file)
 
 
 def test_workers_have_names_and_roles_and_may_drain(tmp_path: Path) -> None:
@@ -94,6 +183,8 @@ def test_secrets_are_read_from_files_and_shown_nowhere(tmp_path: Path) -> None:
     config = read_config(write(tmp_path, {"workers": ["http://a:1"], **keys}))
     assert config.worker_api_key == "hidden-text"
     assert "hidden" not in repr(config)
+    shown = problems(tmp_path, {"workers": WORKERS, **dict.fromkeys(keys, "sk-hidden")})
+    assert all("expected the path of a file" in line and "hidden" not in line for line in shown)
     (tmp_path / "key").write_text("# none\n")
     assert "has no key" in problems(tmp_path, {"workers": ["http://a:1"], **keys})[0]
 
@@ -115,14 +206,24 @@ def test_the_command_says_what_is_wrong_with_its_file(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_the_command_ends_before_it_listens(processes: str, tmp_path: Path) -> None:
+    keys = {"workers": WORKERS, "port": 0, "directory": "redis://127.0.0.1:notaport"}
+    done = run("--config", str(write(tmp_path, keys)), "--processes", processes)
+    assert done.returncode == 2
+    assert "directory: expected host or host:port" in done.stderr
+    assert "listening" not in done.stderr
+
+
+@pytest.mark.parametrize("key", ["port", "ext_proc_port"])
+def test_a_port_that_is_taken_is_named(key: str, tmp_path: Path) -> None:
     import socket
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        keys = {"workers": ["http://a:1"], "host": "127.0.0.1", "port": port}
+        keys = {"workers": WORKERS, "host": "127.0.0.1", "port": 0} | {key: port}
         done = run("--config", str(write(tmp_path, keys)))
     assert done.returncode == 2
     assert f"port {port}: Address already in use" in done.stderr

@@ -20,7 +20,8 @@ import trustme
 from benchmarks.stub_fleet import StubFleet
 from hetero_connector.errors import RouterConfigError
 from ownership.router import kubernetes
-from ownership.router.config import KubernetesService, WorkerAddress
+from ownership.router.config import WorkerAddress
+from ownership.router.config_values import KubernetesService
 from ownership.router.kubernetes import EndpointSlices
 from tests.ownership.router.bench import RunningRouter, config_of, wait_until
 

@@ -37,7 +37,7 @@ class Processes:
     def __init__(self, folder: Path, workers: list[str]) -> None:
         (port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{port}"
-        config = folder / "fleet.yaml"
+        self.config = config = folder / "fleet.yaml"
         keys = {"workers": workers, "host": "127.0.0.1", "port": int(port), "probe_s": 0.1}
         config.write_text(json.dumps(keys))
         command = [sys.executable, "-m", CLI, "router", "--config", str(config)]
@@ -104,6 +104,7 @@ def test_each_process_shows_its_own_requests_and_says_so(router: Processes) -> N
 
 
 def test_a_process_that_ends_is_started_again(router: Processes) -> None:
+    router.config.write_text("a change that is not complete: [")
     one, other = (x.pid for x in router.serving())
     os.kill(one, signal.SIGKILL)
     wait_until(lambda: {x.pid for x in router.serving()} - {one, other})
