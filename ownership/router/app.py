@@ -144,8 +144,7 @@ class _Router:
         )
 
     def _show_workers(self) -> None:
-        for worker in self._workers:
-            self._metrics.up.labels(worker.name).set(worker.state is WorkerState.UP)
+        self._metrics.show_workers({x.name: x.state is WorkerState.UP for x in self._workers})
 
 
 def _session(config: RouterConfig) -> aiohttp.ClientSession:

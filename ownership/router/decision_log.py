@@ -6,10 +6,11 @@ The format is `ownership.decisions.records`.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import secrets
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from ownership.router.identity import PromptChain
 from ownership.scheduling.fleet import FleetView
 
 _MOST = 10_000
-"""Lines that may wait. More are dropped, and counted."""
+"""Lines that may wait. More are lost, and counted."""
 _MOST_CHUNKS = 1 << 19
 """Chunks whose numbers are kept, about 60 MB."""
 
@@ -28,22 +29,25 @@ _log = logging.getLogger(__name__)
 
 
 class DecisionLog:
-    """Appends to one file. Several processes may append to it. Raises OSError if it cannot."""
+    """Appends to one file. Several processes may append to it. Raises OSError if it cannot.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    The file may be renamed or removed: what follows is in a new one at its path.
+    """
+
+    def __init__(self, path: Path, on_lost: Callable[[], object] = lambda: None) -> None:
+        """`on_lost`: called for each line that is not written, by any thread."""
+        self._path, self._on_lost = path, on_lost
         self._file = path.open("ab", buffering=0)
         self._process = secrets.token_hex(4)
         self._numbers = ChunkNumbers(_MOST_CHUNKS)
         self._fleet: FleetView | None = None
         self._fleet_name = self._written_fleet = ""
-        self._is_torn = False
+        self._is_torn = self._is_losing = False
         self._waiting = queue.Queue[tuple[DecisionRecord | FleetRecord, PromptChain | None] | None](
             _MOST
         )
         self._thread = threading.Thread(target=self._run, name="router-decisions", daemon=True)
         self._thread.start()
-        self.dropped = 0
 
     def note_fleet(self, fleet: FleetView, record: DecisionRecord) -> None:
         """Add the figures of the fleet that a decision was made on, as they are now."""
@@ -86,17 +90,32 @@ class DecisionLog:
 
     def _append(self, line: bytes) -> None:
         """Write a line. One that the disk took a part of spoils no other."""
+        self._follow_path()
         line = b"\n" + line if self._is_torn else line
         written = self._file.write(line)
         if written < len(line):
             self._is_torn = True
             raise OSError("the disk is full")
         self._is_torn = False
+        if self._is_losing and self._waiting.empty():  # so a slow disk is no flood of warnings
+            self._is_losing = False
+            _log.warning("decisions are in %s again", self._path)
+
+    def _follow_path(self) -> None:
+        try:
+            is_same = os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            is_same = False
+        if not is_same:
+            old, self._file = self._file, self._path.open("ab", buffering=0)
+            self._is_torn = False
+            old.close()
 
     def _drop(self, why: str) -> None:
-        if not self.dropped:
+        if not self._is_losing:
+            self._is_losing = True
             _log.warning("decisions are not all in %s: %s", self._path, why)
-        self.dropped += 1
+        self._on_lost()
 
 
 class ChunkNumbers:

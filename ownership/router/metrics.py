@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -43,6 +47,9 @@ class RouterMetrics:
             "Prompts computed for another worker, by worker and result (done, failed)",
             ["worker", "result"],
         )
+        self.decisions_lost = counter(
+            "decisions_lost", "Lines that are not in the file `decisions`: the disk is full or slow"
+        )
         self.wait = histogram("wait_seconds", "Time from a request's body to its dispatch")
         self.first_byte = histogram(
             "first_byte_seconds", "Time from a request's body to its answer's first byte", ["path"]
@@ -57,14 +64,41 @@ class RouterMetrics:
         self.peer_requests = gauge(
             "peer_requests", "Their requests under way", multiprocess_mode="livemax"
         )
-        self.up = gauge(
+        self._up = gauge(
             "worker_up", "1 if the worker serves", ["worker"], multiprocess_mode="livemin"
         )
+        self._workers = set[str]()
+
+    def show_workers(self, is_up: Mapping[str, bool]) -> None:
+        """Show these workers, and no other any more."""
+        for name in self._workers - is_up.keys():
+            self._up.labels(name).set(math.nan)  # with several processes none can be removed
+        for name, value in is_up.items():
+            self._up.labels(name).set(value)
+        self._workers |= is_up.keys()
 
     def text(self) -> bytes:
         """Return the values of all processes of this router, as Prometheus reads them."""
         if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
-            return generate_latest(self.registry)
+            return _text_of(self.registry)
         registry = CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        return generate_latest(registry)
+        return _text_of(registry)
+
+
+class _Shown(Collector):
+    """The samples of a registry but for those that are no number."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [x for x in metric.samples if not math.isnan(x.value)]
+            yield metric
+
+
+def _text_of(registry: CollectorRegistry) -> bytes:
+    shown = CollectorRegistry()
+    shown.register(_Shown(registry))
+    return generate_latest(shown)

@@ -61,7 +61,9 @@ async def open_placer(
         stack.callback(views.close)
         log = None
         if config.decisions is not None:
-            log = _checked("decisions", partial(DecisionLog, config.decisions))
+            log = _checked(
+                "decisions", partial(DecisionLog, config.decisions, metrics.decisions_lost.inc)
+            )
             stack.callback(log.close)
         figures = WorkerFigures()
         peers = None

@@ -86,7 +86,8 @@ def record() -> DecisionRecord:
 def test_a_line_that_the_disk_took_half_of_spoils_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = DecisionLog(tmp_path / "log")
+    lost: list[None] = []
+    log = DecisionLog(tmp_path / "log", lambda: lost.append(None))
     whole, is_full = log._file, True
 
     class FullOnce:
@@ -95,6 +96,9 @@ def test_a_line_that_the_disk_took_half_of_spoils_no_other(
             part, is_full = (line[:20] if is_full else line), False
             return whole.write(part)
 
+        def fileno(self) -> int:
+            return whole.fileno()
+
         def close(self) -> None:
             whole.close()
 
@@ -102,9 +106,44 @@ def test_a_line_that_the_disk_took_half_of_spoils_no_other(
     for _ in range(3):
         log.write(record(), None)
     log.close()
-    assert log.dropped == 1
+    assert len(lost) == 1
     found = DecisionFile(tmp_path / "log")
     assert (sum(1 for _ in found), found.counts.unreadable) == (2, 1)
+
+
+def test_lines_follow_the_path_of_a_file_that_is_renamed(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = DecisionLog(path)
+    log.write(record(), None)
+    wait_until(path.read_bytes)
+    path.rename(tmp_path / "older")
+    log.write(record(), None)
+    wait_until(lambda: path.exists() and path.read_bytes())
+    path.unlink()
+    log.write(record(), None)
+    log.close()
+    assert sum(1 for _ in DecisionFile(path)) == 1
+    assert sum(1 for _ in DecisionFile(tmp_path / "older")) == 1
+
+
+def test_each_time_that_a_disk_is_full_is_a_warning_and_each_line_lost_is_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, lost = tmp_path / "log", list[None]()
+    path.symlink_to("/dev/full")
+    log = DecisionLog(path, lambda: lost.append(None))
+    for times in (1, 2):
+        for _ in range(3):
+            log.write(record(), None)
+        wait_until(lambda times=times: len(lost) == 3 * times)
+        path.unlink()
+        log.write(record(), None)
+        wait_until(lambda: path.exists() and path.read_bytes())
+        path.unlink()
+        path.symlink_to("/dev/full")
+        wait_until(lambda times=times: caplog.text.count("again") == times)
+    log.close()
+    assert caplog.text.count("are not all in") == 2
 
 
 def test_chunks_are_numbered_as_they_are_met() -> None:

@@ -191,6 +191,9 @@ def test_the_file_of_workers_is_read_again_when_it_changes(
     wait_until(lambda: total(pair, "/v1/completions") == 1)
     file.write_text(json.dumps([two]))
     wait_until(lambda: router.states() == {"b": "up"})
+    shown = router.client.get("/metrics").text
+    assert 'worker_up{worker="b"} 1.0' in shown
+    assert 'worker_up{worker="a"}' not in shown, "one that has left is shown"
     assert router.complete().headers["x-heterocache-worker"] == "b"
     thread.join()
     assert streamed[0].endswith("data: [DONE]\n\n"), "what it had begun was ended"
