@@ -1,6 +1,7 @@
 """OwnerServe's router: one address in front of many workers, for every client of their APIs.
 
-- `serving` runs `app`, the Starlette application, in one or several processes.
+- `serving` runs `app`, the Starlette application, in one or several processes; `http_protocol`
+  limits what clients send before there is a request.
 - `proxy` carries a request to a worker and the answer back: `requests` reads it, `admission` makes
   it wait for room, `placer` is the port to what chooses a worker, `answer` is the client's side.
 - `workers` says which workers there are and what each has under way; `discovery` finds them,

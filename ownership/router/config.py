@@ -274,7 +274,7 @@ class RouterConfig:
         "number > 0",
         checks.seconds,
         "Seconds for which a client may read nothing of its answer, or send nothing of its body, "
-        "before its request is ended",
+        "before its request is ended; within so many it sends a request's head",
         120.0,
     )
     probe_s: float = declare(

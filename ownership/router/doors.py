@@ -45,6 +45,8 @@ class Reason(StrEnum):
     BAD_BODY = "bad_body"
     BODY_TOO_LARGE = "body_too_large"
     BODY_TOO_SLOW = "body_too_slow"
+    HEAD_TOO_LARGE = "head_too_large"
+    HEAD_TOO_SLOW = "head_too_slow"
     WRONG_KEY = "wrong_key"
     UNKNOWN_MODEL = "unknown_model"
     NO_WORKER = "no_worker"
@@ -59,6 +61,8 @@ STATUS: Mapping[Reason, int] = {
     Reason.BAD_BODY: 400,
     Reason.BODY_TOO_LARGE: 413,
     Reason.BODY_TOO_SLOW: 408,
+    Reason.HEAD_TOO_LARGE: 431,
+    Reason.HEAD_TOO_SLOW: 408,
     Reason.WRONG_KEY: 401,
     Reason.UNKNOWN_MODEL: 404,
     Reason.NO_WORKER: 503,

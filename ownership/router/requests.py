@@ -117,25 +117,25 @@ async def read_request(scope: Scope, receive: Receive, config: RouterConfig) -> 
 
 
 async def _read_body(receive: Receive, config: RouterConfig) -> bytes:
-    message = await _next(receive)
+    message = await _next(receive, config)
     if not message.get("more_body"):
         return _checked(message.get("body", b""), config)
     body = bytearray(message["body"])
     while message.get("more_body"):
-        try:
-            async with asyncio.timeout(config.client_s):
-                message = await _next(receive)
-        except TimeoutError:
-            text = f"nothing of the body came for {config.client_s:g} s"
-            raise RefusedError(Refusal(Reason.BODY_TOO_SLOW, text)) from None
+        message = await _next(receive, config)
         body += message.get("body", b"")
         if len(body) > config.max_body_bytes:
             raise _too_large(config)
     return bytes(body)
 
 
-async def _next(receive: Receive) -> Mapping[str, Any]:
-    message = await receive()
+async def _next(receive: Receive, config: RouterConfig) -> Mapping[str, Any]:
+    try:
+        async with asyncio.timeout(config.client_s):
+            message = await receive()
+    except TimeoutError:
+        text = f"nothing of the body came for {config.client_s:g} s"
+        raise RefusedError(Refusal(Reason.BODY_TOO_SLOW, text)) from None
     if message["type"] == "http.disconnect":
         raise ClientLeftError
     return message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import multiprocessing
@@ -12,10 +13,12 @@ import socket
 import tempfile
 import threading
 import time
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
+from typing import cast
 
 import uvicorn
 from prometheus_client import disable_created_metrics
@@ -24,6 +27,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from hetero_connector.errors import RouterConfigError
 from ownership.router.app import make_app
 from ownership.router.config import RouterConfig, read_config
+from ownership.router.http_protocol import BoundedHttpProtocol
 from ownership.router.opening import open_identity
 from ownership.router.placer import Placer
 
@@ -82,7 +86,7 @@ def make_server(
     app = make_app(config, placer, num_processes)
     settings = uvicorn.Config(
         app,
-        http="httptools",
+        http=cast("type[asyncio.Protocol]", partial(BoundedHttpProtocol, config.client_s)),
         loop="uvloop",
         ws="none",
         lifespan="on",

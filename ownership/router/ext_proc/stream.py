@@ -83,6 +83,8 @@ class Stream:
         answer, reason = FollowedAnswer(self._response_mode), "client_left"
         try:
             try:
+                if self._has_body and self._request_mode == BodyMode.BUFFERED:
+                    self._next = await self._read()  # Envoy itself limits how slowly it may come
                 request = await read_request(scope, self._receive, self._parts.config)
                 request.spans = spans
                 await self._serve(request, headers, _subset(first), answer)

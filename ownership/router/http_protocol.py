@@ -1,0 +1,100 @@
+"""HTTP/1.1 towards clients: uvicorn's protocol, with limits on what comes before a request."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from ownership.router.answer import refusal_headers
+from ownership.router.doors import Api, Reason, Refusal, error_body
+
+MAX_HEAD_BYTES = 65536
+_LINGER_S = 1.0
+"""A refused client may go on sending for so long: if it was reset, it would not see the answer."""
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """A client's connection. A complete head makes a request; these limits hold without one.
+
+    A head has at most `MAX_HEAD_BYTES`, as has what comes between two pieces of a body, such as
+    trailers. A connection is closed if no head is complete `client_s` after its start, or after the
+    first byte that follows an answer; without such a byte uvicorn closes it.
+    """
+
+    def __init__(self, client_s: float, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._client_s = client_s
+        self._timer: asyncio.TimerHandle | None = None
+        self._num_unparsed = 0
+        """Bytes since the last head or piece of a body. The parser copies them at each read."""
+        self._is_in_head = self._is_refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(self._client_s, self._on_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        while data and not self._is_refused and not self.transport.is_closing():
+            room = MAX_HEAD_BYTES - self._num_unparsed
+            piece, data = data[:room], data[room:]
+            self._num_unparsed += len(piece)
+            super().data_received(piece)
+            if self._num_unparsed == MAX_HEAD_BYTES and not self.transport.is_closing():
+                text = f"the request's head is larger than {MAX_HEAD_BYTES // 1024} KiB"
+                self._refuse(Refusal(Reason.HEAD_TOO_LARGE, text))
+        if self._timer is None and self._is_idle and not self.transport.is_closing():
+            self._timer = self.loop.call_later(self._client_s, self._on_late)
+
+    def on_message_begin(self) -> None:
+        self._is_in_head = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._num_unparsed = 0
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_unparsed = 0
+        super().on_body(body)
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _on_late(self) -> None:
+        self._timer = None
+        if self._is_in_head and not self.transport.is_closing():
+            text = f"the request's head did not come within {self._client_s:g} s"
+            self._refuse(Refusal(Reason.HEAD_TOO_SLOW, text))
+        else:
+            self.transport.close()
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Answer, if it is this head's turn, and close."""
+        self._is_refused = True
+        self._stop_timer()
+        if not self._is_idle:
+            self.transport.close()
+            return
+        body = error_body(Api.OPENAI, refusal)
+        head = [
+            STATUS_LINE[refusal.status],
+            *(b"%b: %b\r\n" % header for header in refusal_headers(refusal)),
+            b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body),
+        ]
+        self.transport.write(b"".join([*head, body]))
+        self.transport.write_eof()
+        self._timer = self.loop.call_later(_LINGER_S, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
