@@ -16,10 +16,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ownership.router.config import KEYS
+from ownership.router.doors import Reason
 from tests.ownership.router.bench import RunningRouter, wait_until
 
 ROOT = Path(__file__).parents[3]
 GUIDE = (ROOT / "docs/guides/router.md").read_text()
+REFERENCE = (ROOT / "docs/reference/router.md").read_text()
 
 
 def commands(section: str) -> list[list[str]]:
@@ -60,6 +63,14 @@ def test_the_router_can_be_tried_without_an_engine(tmp_path: Path, stack: ExitSt
         else:
             programs = {"python": [sys.executable], "heterocache": [sys.executable, "-m", CLI]}
             start([*programs[words[0]], *words[1:]], tmp_path, stack)
+
+
+def test_every_reason_and_every_source_of_workers_is_named() -> None:
+    reasons = GUIDE.partition("`x-heterocache-reason` says why")[2].partition("\n\n")[0]
+    assert set(re.findall("`([a-z_]+)`", reasons)) == {str(reason) for reason in Reason}
+    needed = next(x for x in REFERENCE.splitlines() if x.endswith("is needed."))
+    sources = {key.name for key in KEYS if key.name.startswith("workers")}
+    assert set(re.findall("`([a-z_]+)`", needed)) == sources
 
 
 def test_a_proxy_can_ask_where_to_send(router: RunningRouter) -> None:
