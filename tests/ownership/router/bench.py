@@ -17,7 +17,7 @@ from ownership.router import serving
 from ownership.router.config import RouterConfig, read_config
 from ownership.router.placer import Placer
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 """A deadline that a busy machine does not reach."""
 
 
