@@ -134,21 +134,29 @@ def test_an_answer_equals_a_server_s_own(
 def test_a_prompt_goes_to_the_server_whose_events_say_that_it_has_it(
     servers: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The servers do not answer about chains, so they count as stock."""
+    """The servers do not answer about chains, so they count as stock.
+
+    The policy goes by prefixes alone: whether computing 700 tokens again would be cheaper depends
+    on how busy the machine is.
+    """
     reader = EventReader()
     monkeypatch.setattr(opening, "EventReader", lambda: reader)
-    keys = {"workers": [x.url for x in servers], "policy": "ownerserve", "probe_timeout_s": 60}
+    keys = {"workers": [x.url for x in servers], "policy": "prefix_aware", "probe_timeout_s": 60}
     with RunningRouter(config_of(tmp_path, **keys)) as router:
         router.client.timeout = httpx.Timeout(300.0)
+
+        def is_exact(body: dict[str, Any], name: str) -> bool:
+            answer = router.client.post("/v1/completions", json=body)
+            assert answer.headers["x-heterocache-worker"] == name
+            return answer.headers["x-heterocache-placement"].startswith("exact; ")
+
         for seed, server in enumerate([*servers, *servers], start=100):
             prompt, name = prompt_tokens(700, seed=seed), server.url.removeprefix("http://")
             body = {"model": MODEL, "prompt": prompt, "max_tokens": 2}
             direct = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300.0)
             assert direct.status_code == 200
             wait_until(lambda p=prompt, n=name: known_tokens(reader, n, p) >= 640)
-            answer = router.client.post("/v1/completions", json=body)
-            assert answer.headers["x-heterocache-worker"] == name
-            assert answer.headers["x-heterocache-placement"].startswith("exact; ")
+            wait_until(lambda b=body, n=name: is_exact(b, n))
 
 
 def known_tokens(reader: EventReader, server: str, prompt: list[int]) -> int:
