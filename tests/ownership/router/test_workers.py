@@ -71,7 +71,7 @@ def test_a_worker_that_is_down_keeps_only_the_requests_that_it_answers() -> None
         await asyncio.sleep(0)
         worker.abandon_silent(5.0)
         await asyncio.gather(*tasks[:2])
-        assert ended == ["silent", "unanswered"]
+        assert sorted(ended) == ["silent", "unanswered"]
         assert not tasks[2].done()
         tasks[2].cancel()
 
