@@ -30,7 +30,7 @@ class Environment:
     """A folder with a contestant's Python and libraries."""
 
     folder: Path
-    """That of the environment that runs this, for a contestant that needs nothing more."""
+    """It is this run's own environment for a contestant that needs nothing more."""
 
     @property
     def bin(self) -> Path:
