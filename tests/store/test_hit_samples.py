@@ -133,3 +133,17 @@ def test_nothing_is_sampled_unless_asked(bench: Bench) -> None:
         assert not hit(store, chunks)
     assert bench.counts("heterocache_failures") == {}
     store.close()
+
+
+def test_nothing_is_sampled_where_nothing_has_a_checksum() -> None:
+    """A store in DRAM alone has no I/O thread, which would take the samples."""
+    store = Bench(None).open(verify="sample")
+    store.catalog.samples = HitSamples(1, Random(3))
+    chunks = chain("a", 4)
+    put(store, chunks)
+    restore = begin(store, ids_of(chunks))
+    assert restore.poll()
+    restore.release()
+    assert store.io_thread is None
+    assert not store.catalog.samples
+    store.close()

@@ -150,6 +150,8 @@ class Catalog:
         self.prefetcher.tick = self._tick
         self.samples = HitSamples(ONE_IN, Random())
         """Artifacts that were served from DRAM and are to be checked."""
+        self._samples_hits = config.verify == "sample" and self.writes.is_active
+        """Whether there are checksums, and an I/O thread that checks them."""
         self.write_again_s = math.inf
         """The clock when a pause of writing ends; infinite without one, or if it is not known."""
         self.regrets = Regrets(clock, recorder)
@@ -214,7 +216,7 @@ class Catalog:
         """Count the uses of a restore and drop its pins."""
         used = restore.count_uses(self._tick())
         restore.end()
-        if self.config.verify == "sample" and self.io_alive:
+        if self._samples_hits and self.io_alive:
             self.samples.hit(used)
         if self.config.ssd_dir is not None and self.io_alive:
             self._used.update(dict.fromkeys(used))
