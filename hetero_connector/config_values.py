@@ -153,8 +153,8 @@ def fleet_directory(key: str, value: object) -> str:
 
 
 def without_password(url: str) -> str:
-    """Return the URL without user and password."""
-    return re.sub(r"//.*@", "//...@", url)
+    """Return the URL without user and passwords."""
+    return re.sub(r"(sentinel_password=)[^&]*", r"\1...", re.sub(r"//.*@", "//...@", url))
 
 
 def lease(key: str, value: object) -> float:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hetero_connector import machine
 from hetero_connector.config import KEYS, OTHER_NAMES, HeteroConfig, markdown_table
+from hetero_connector.config_values import without_password
 from hetero_connector.errors import ConfigError
 from hetero_connector.machine import Disk, Memory
 from hetero_connector.units import GIB
@@ -190,6 +191,11 @@ def test_another_directory_is_refused(value: object) -> None:
         ConfigError, match=r"'directory'.*'memory://'.*redis://, redis\+sentinel://"
     ):
         config(directory=value)
+
+
+@pytest.mark.parametrize("url", ["redis://:secret@a", "redis://a?sentinel_password=secret&fleet=x"])
+def test_a_directory_is_shown_without_passwords(url: str) -> None:
+    assert "secret" not in without_password(url)
 
 
 def test_the_error_of_a_directory_hides_its_password() -> None:

@@ -6,7 +6,7 @@
 
 followed by `?name=value&...`: `fleet` (the workers of one fleet share a directory; default
 `default`), `password_file`, `sentinel_password`, and for TLS the files `tls_ca`, `tls_cert` and
-`tls_key`.
+`tls_key`. In a user or password `/`, `?`, `#` and `@` are percent-encoded.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ _DEFAULT_PORT = 6379
 _DEFAULT_SENTINEL_PORT = 26379
 _FLEET = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _NODE = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[^\[\]:/?#@,\s]+))(?::(?P<port>\d+))?")
+_ENCODE = (
+    "percent-encode /, ?, # and @ in a user or password (%2F, %3F, %23, %40). The text is not "
+    "shown, because it may be a part of a password"
+)
 _OPTIONS = ("fleet", "password_file", "sentinel_password", "tls_ca", "tls_cert", "tls_key")
 
 
@@ -60,7 +64,21 @@ class RedisAddress:
         """Parse a URL. Raises ValueError, with what is wrong but without the password."""
         if not url.startswith(SCHEMES):
             raise ValueError(f"expected a URL that begins with one of {', '.join(SCHEMES)}")
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError:
+            raise ValueError(f"not a URL: {_ENCODE}") from None
+        if parts.fragment or "@" in parts.path:
+            raise ValueError(f"unexpected # or @ after the host: {_ENCODE}")
+        try:
+            return cls._of(parts)
+        except ValueError:
+            if "@" in parts.query:  # so all of it may be a password
+                raise ValueError(f"something is wrong before or after the ?: {_ENCODE}") from None
+            raise
+
+    @classmethod
+    def _of(cls, parts: SplitResult) -> RedisAddress:
         scheme, _, kind = parts.scheme.partition("+")
         options = _options(parts.query)
         userinfo, _, hosts = parts.netloc.rpartition("@")
@@ -119,7 +137,7 @@ def _options(query: str) -> dict[str, str]:
 def _node(text: str, default_port: int) -> tuple[str, int]:
     found = _NODE.fullmatch(text)
     if found is None:
-        raise ValueError(f"expected host or host:port, got {text!r}")
+        raise ValueError(f"expected host or host:port: {_ENCODE}")
     port = int(found["port"] or default_port)
     if not 0 < port < 65536:
         raise ValueError(f"port {port} is not between 1 and 65535")

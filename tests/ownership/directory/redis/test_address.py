@@ -88,3 +88,28 @@ def test_an_error_repeats_no_password() -> None:
     with pytest.raises(ValueError, match="host or host:port") as told:
         RedisAddress.parse("redis://ann:hush@cache:x")
     assert "hush" not in str(told.value)
+
+
+@pytest.mark.parametrize("mark", "/?#")
+@pytest.mark.parametrize("before", ["ann:", ":", ":1", "cache:1", ":[", ":\u2100"])
+@pytest.mark.parametrize("after", ["hush", "hush=x", "fleet=hush", "@hush"])
+def test_a_part_of_a_password_is_never_printed(mark: str, before: str, after: str) -> None:
+    """Even if it has characters that end a host, so that it looks like a path or an option."""
+    with pytest.raises(ValueError, match="percent-encode") as told:
+        RedisAddress.parse(f"redis://{before}hu{mark}{after}@cache")
+    assert "hu" not in str(told.value)
+    assert told.value.__cause__ is None
+    assert told.value.__suppress_context__ or told.value.__context__ is None
+
+
+def test_the_last_at_sign_ends_a_password() -> None:
+    address = RedisAddress.parse("redis://:hu@sh@cache")
+    assert (address.password, address.nodes) == ("hu@sh", (("cache", 6379),))
+
+
+def test_an_option_may_have_an_at_sign(tmp_path: Path) -> None:
+    secret = tmp_path / "a@b"
+    secret.write_text("hush")
+    assert RedisAddress.parse(f"redis://cache?password_file={secret}").password == "hush"
+    with pytest.raises(ValueError, match="percent-encode"):
+        RedisAddress.parse(f"redis://cache?password_file={secret}.none")
