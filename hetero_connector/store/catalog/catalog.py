@@ -151,7 +151,7 @@ class Catalog:
         self.samples = HitSamples(ONE_IN, Random())
         """Artifacts that were served from DRAM and are to be checked."""
         self._samples_hits = config.verify == "sample" and self.writes.is_active
-        """Whether there are checksums, and an I/O thread that checks them."""
+        """True if there are checksums, and an I/O thread that checks them."""
         self.write_again_s = math.inf
         """The clock when a pause of writing ends; infinite without one, or if it is not known."""
         self.regrets = Regrets(clock, recorder)
