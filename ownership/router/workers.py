@@ -74,23 +74,28 @@ class WorkerSet:
     def __init__(self, max_in_flight: int) -> None:
         self._max_in_flight = max_in_flight
         self._workers: dict[str, Worker] = {}
+        self._left: dict[tuple[str, str], Worker] = {}
+        """Workers that have left with requests under way, by name and URL."""
         self.on_change: list[Callable[[], None]] = []
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
 
     def set_addresses(self, addresses: Iterable[WorkerAddress]) -> None:
-        """Make these the workers. Those that are missing end what they have begun."""
-        wanted = {address.name: address for address in addresses}
-        for name, worker in list(self._workers.items()):
-            address = wanted.get(name)
-            if address is not None and address.url == worker.address.url:
-                worker.address = address
-            else:
-                del self._workers[name]
-        for name, address in wanted.items():
-            if name not in self._workers:
-                self._workers[name] = Worker(address)
+        """Make these the workers. Those that are missing end what they have begun.
+
+        One that comes back before that end is the same worker, with its requests and its breaker,
+        but is probed again before it gets new ones.
+        """
+        known = self._left | {(x.name, x.address.url): x for x in self}
+        before, self._workers = set(self), {}
+        for address in addresses:
+            worker = known.pop((address.name, address.url), None) or Worker(address)
+            if worker not in before:
+                worker.state = WorkerState.UNKNOWN
+            worker.address = address
+            self._workers[address.name] = worker
+        self._left = {key: worker for key, worker in known.items() if worker.exchanges}
         self.changed()
 
     def changed(self) -> None:
@@ -105,14 +110,13 @@ class WorkerSet:
 
     def usable(self, request: RouterRequest, tried: Container[object] = ()) -> list[Worker]:
         """Return the workers that could take the request now, or after others have ended."""
-        model = request.model
         return [
             worker
             for worker in self._workers.values()
             if worker.state is WorkerState.UP
             and not worker.address.is_draining
             and worker not in tried
-            and (model is None or worker.has_model(model))
+            and worker.has_model(request.model)
         ]
 
     def room(self, request: RouterRequest) -> int | None:

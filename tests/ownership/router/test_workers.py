@@ -92,3 +92,22 @@ def test_a_worker_that_stays_keeps_what_is_known_of_it() -> None:
     assert {x.name: x.state for x in workers} == {"one": "up", "three": "unknown"}
     workers.set_addresses([WorkerAddress("one", "http://moved")])
     assert [x.state for x in workers] == ["unknown"]
+
+
+def test_a_worker_that_comes_back_has_its_requests_and_its_pause_while_they_run() -> None:
+    workers, (one, two) = workers_of("one", "two")
+    exchange = Exchange(asyncio.Timeout(None), sent_s=1.0)
+    one.exchanges.add(exchange)
+    one.breaker.on_failure()
+    workers.set_addresses([two.address])
+    assert list(workers) == [two]
+    workers.set_addresses([two.address, one.address])
+    (back,) = (x for x in workers if x.name == "one")
+    assert (back.in_flight, back.breaker.is_open) == (1, True)
+    assert back.state is WorkerState.UNKNOWN, "it may be another process by now"
+    workers.set_addresses([two.address, WorkerAddress("one", "http://moved")])
+    assert [x.in_flight for x in workers] == [0, 0], "another address is another worker"
+    back.exchanges.discard(exchange)
+    workers.set_addresses([two.address])
+    workers.set_addresses([two.address, one.address])
+    assert not any(x.breaker.is_open for x in workers), "nothing is kept of one that is idle"
