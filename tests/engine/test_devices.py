@@ -10,7 +10,7 @@ import torch
 
 from hetero_connector.engine.startup import engine_identity
 from hetero_connector.engine.worker import cuda_device
-from hetero_connector.engine.worker.devices import device_of
+from hetero_connector.engine.worker.device_choice import device_of
 from hetero_connector.engine.worker.host_device import HostDevice
 from hetero_connector.errors import UnsupportedModelError
 from hetero_connector.planner.profile import CopyEngines

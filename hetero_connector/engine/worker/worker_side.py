@@ -23,7 +23,8 @@ from hetero_connector.engine.messages import (
 )
 from hetero_connector.engine.worker import slot_masks
 from hetero_connector.engine.worker.copy_plan import Copies, CopyPlanner, size_bytes
-from hetero_connector.engine.worker.devices import Device, Wait, device_of
+from hetero_connector.engine.worker.device_choice import device_of
+from hetero_connector.engine.worker.devices import Device, Wait
 from hetero_connector.engine.worker.layer_hooks import LayerHooks
 from hetero_connector.engine.worker.layer_pipeline import LayerPipeline
 from hetero_connector.engine.worker.pages import check_cut_by_heads, page_view

@@ -1,11 +1,12 @@
 """The catalog: what is stored where, and what the I/O thread has to do next.
 
-The one lock of the store, and the only code that changes an artifact; `retention` shares it. Every
-public method holds the lock from its beginning to its end and waits for nothing but the lock; the
-few that need no lock say so. What they read is one attribute, which is replaced as a whole, and
-last: the thread that changes it may lose the interpreter after any bytecode. Four threads call it:
-the scheduler's (`match` to `decline`), the fleet's (`set_joined` to `set_foreign_users`), the
-scrubber's and the I/O thread (the rest). No files and no threads here; the clock is a parameter.
+The one lock of the store, and the only code that changes an artifact; `retention` and `fleet_side`
+share it. Every public method holds the lock from its beginning to its end and waits for nothing but
+the lock; the few that need no lock say so. What they read is one attribute, which is replaced as a
+whole, and last: the thread that changes it may lose the interpreter after any bytecode. Four
+threads call it: the scheduler's (`match` to `decline`), the fleet's (`set_joined` and
+`fleet_side`), the scrubber's and the I/O thread (the rest). No files and no threads here; the clock
+is a parameter.
 
 The life of an artifact: *reserved* with its DRAM slot (`reserve`), *sealed* and so visible
 (`seal`), *stored* once it is on SSD too (`finish_writes`), *forgotten* when its last copy leaves.
@@ -23,7 +24,7 @@ from functools import wraps
 from random import Random
 from typing import Concatenate, ParamSpec, TypeVar
 
-from hetero_connector.artifacts.copies import ExportChange, PeerCopy
+from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.record import (
     ArtifactId,
@@ -37,7 +38,8 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import ChunkCopies, Failure, Save, StoreConfig, Wanted
 from hetero_connector.store.catalog import scrubbing
 from hetero_connector.store.catalog.chain_users import ChainUsers
-from hetero_connector.store.catalog.exports import as_it_stands, sealed_copies
+from hetero_connector.store.catalog.exports import sealed_copies
+from hetero_connector.store.catalog.fleet_side import FleetSide
 from hetero_connector.store.catalog.hit_samples import ONE_IN, HitSamples
 from hetero_connector.store.catalog.loads import Load, Loads, Source
 from hetero_connector.store.catalog.nodes import Artifact
@@ -54,8 +56,6 @@ from hetero_connector.store.catalog.write_budget import WriteBudget
 from hetero_connector.store.catalog.writes import Write, Writes
 
 GAUGE_INTERVAL_S = 1.0
-_INVENTORY_CHUNKS = 64
-"""Chunks of the inventory in one batch: the lock is held for one batch."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -160,6 +160,9 @@ class Catalog:
         self._lock = threading.Condition()
         self.retention = Retention(
             self._lock, tiers, self.loads, self.users, self.prefetcher, clock
+        )
+        self.fleet_side = FleetSide(
+            self._lock, tiers, self.writes, self.replicas, self.users, clock, self._tick
         )
         self._recorder = recorder
         self._used: dict[Artifact, None] = {}
@@ -337,95 +340,6 @@ class Catalog:
         """Say whether the fleet answers claims; peers are shown the generation anew."""
         self.writes.claims.joined = is_joined
         self.on_generation(self.generation)
-
-    @_locked
-    def resolve_claims(
-        self, owned: Mapping[ArtifactId, int], foreign: Iterable[ArtifactId]
-    ) -> list[ArtifactId]:
-        """Note the fleet's answers: ours by fencing token, and those that others own.
-
-        Returns the artifacts that are gone. Ours are written to SSD; others' are replicas.
-        """
-        gone, ours, promoted = list[ArtifactId](), list[Artifact](), list[Artifact]()
-        for artifact_id, token in owned.items():
-            artifact = self._find_sealed(artifact_id)
-            if artifact is None:
-                gone.append(artifact_id)
-                continue
-            was_replica, artifact.replica = artifact.replica, False
-            artifact.token = token
-            (promoted if was_replica else ours).append(artifact)
-        # Parents first: written before its parent an artifact would stay in DRAM alone.
-        for artifact in sorted(promoted, key=lambda a: (a.node.chunk.end, a.node.key)):
-            self.replicas.promote(artifact)
-            self.writes.offer(artifact)
-        for artifact in ours:
-            self.writes.claims.resolve_owned(artifact)
-        for artifact_id in foreign:
-            artifact = self._find_sealed(artifact_id)
-            if artifact is None:
-                gone.append(artifact_id)
-                continue
-            artifact.token = 0
-            self.tiers.mark_replica(artifact)
-            self.replicas.add(artifact)
-            self.writes.claims.discard(artifact)
-        self._lock.notify_all()
-        return gone
-
-    @_locked
-    def find_gone(self, artifacts: Iterable[ArtifactId]) -> list[ArtifactId]:
-        """Return those of the artifacts that are not stored here."""
-        return [artifact for artifact in artifacts if self._find_sealed(artifact) is None]
-
-    def inventory(self) -> Iterator[list[ExportChange]]:
-        """Yield everything that is stored and has a checksum, in batches, parents first.
-
-        Holds the lock for one batch at a time.
-        """
-        keys = list(self.tiers.index.nodes)
-        for first in range(0, len(keys), _INVENTORY_CHUNKS):
-            batch = self._inventory_of(keys[first : first + _INVENTORY_CHUNKS])
-            if batch:
-                yield batch
-
-    @_locked
-    def _inventory_of(self, keys: Sequence[ChunkKey]) -> list[ExportChange]:
-        nodes = filter(None, map(self.tiers.index.nodes.get, keys))
-        sealed = (a for node in nodes for a in node.artifacts.values() if a.sealed)
-        return [change for change in map(as_it_stands, sealed) if change is not None]
-
-    @_locked
-    def take_changed_users(self) -> list[Hashable]:
-        """Return the sessions whose chains changed since the last call."""
-        return self.users.take_changed()
-
-    @_locked
-    def chain_ends(self, session: Hashable) -> tuple[ChunkKey, ...]:
-        """Return the last chunk of each owner's in a session's chain, deepest first."""
-        return self.users.chain_ends(session)
-
-    @_locked
-    def next_victims(self, count: int) -> list[ChunkKey]:
-        """Return chunks for which it matters now whether other engines use them.
-
-        At most twice `count`: half of it for the next to leave DRAM, the rest for chunks with
-        foreign users, those that were asked about longest ago.
-        """
-        soon = [node.key for node in self.tiers.next_victims(count)]
-        foreign = self.users.foreign_ends()
-        asked = dict.fromkeys([*foreign[:count], *soon, *foreign[count:]])
-        return list(asked)[: 2 * count]
-
-    @_locked
-    def set_foreign_users(self, has_users: Mapping[ChunkKey, bool], for_s: float) -> None:
-        """Say up to which chunks sessions of other engines use a chain, valid for so long."""
-        for chunk, is_used in has_users.items():
-            node = self.tiers.index.nodes.get(chunk)
-            if is_used and node is not None:
-                self.users.add_foreign(node, self.clock() + for_s, self._tick())
-            else:
-                self.users.remove_foreign(chunk)
 
     # --- the I/O thread: loads --------------------------------------------------------------------
 
@@ -764,10 +678,6 @@ class Catalog:
     def _on_forgotten(self, artifact: Artifact) -> None:
         self.writes.discard(artifact)
         self._used.pop(artifact, None)
-
-    def _find_sealed(self, artifact_id: ArtifactId) -> Artifact | None:
-        artifact = self.tiers.index.find(artifact_id)
-        return artifact if artifact is not None and artifact.sealed else None
 
     def _refresh_gauges(self) -> None:
         """Publish gauges, at most once a second."""

@@ -32,6 +32,7 @@ class Sharing:
     ) -> None:
         """`storage`: this model's SSD directory, "" for none."""
         self._catalog = catalog
+        self._fleet_side = catalog.fleet_side
         self._generations = generations
         self._port = port
         self._epoch = 0
@@ -93,7 +94,7 @@ class Sharing:
 
     def inventory(self) -> Iterator[list[ExportChange]]:
         """Yield all that is here and has a checksum, a batch at a time, parents first."""
-        return self._catalog.inventory()
+        return self._fleet_side.inventory()
 
     def resolve_claims(
         self, owned: Mapping[ArtifactId, int], held: Iterable[ArtifactId]
@@ -102,27 +103,27 @@ class Sharing:
 
         Returns those that are gone.
         """
-        return self._catalog.resolve_claims(owned, held)
+        return self._fleet_side.resolve_claims(owned, held)
 
     def find_gone(self, artifacts: Iterable[ArtifactId]) -> list[ArtifactId]:
         """Return those that are not here any more."""
-        return self._catalog.find_gone(artifacts)
+        return self._fleet_side.find_gone(artifacts)
 
     def take_changed_users(self) -> dict[str, tuple[ChunkKey, ...]]:
         """Return the sessions whose chain changed since the last call, with their chains' ends.
 
         The last chunk of each owner's, deepest first; empty for a session that uses none.
         """
-        changed = self._catalog.take_changed_users()
-        return {_name(session): self._catalog.chain_ends(session) for session in changed}
+        changed = self._fleet_side.take_changed_users()
+        return {_name(session): ends for session, ends in changed.items()}
 
     def next_victims(self, count: int) -> list[ChunkKey]:
-        """Return chunks for which it matters now whether others use them; see `Catalog`."""
-        return self._catalog.next_victims(count)
+        """Return chunks for which it matters now whether others use them; see `FleetSide`."""
+        return self._fleet_side.next_victims(count)
 
     def set_foreign_users(self, is_read: Mapping[ChunkKey, bool], for_s: float) -> None:
         """Say whether other engines' sessions use chains up to these chunks, valid for so long."""
-        self._catalog.set_foreign_users(is_read, for_s)
+        self._fleet_side.set_foreign_users(is_read, for_s)
 
     def _show_generation(self, generation: Generation) -> None:
         """Let peers read that have seen the same resets, no others."""
