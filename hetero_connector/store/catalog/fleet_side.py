@@ -1,4 +1,4 @@
-"""What the fleet's thread asks the catalog, and tells it: who owns what, and who uses which chains.
+"""The calls of the fleet's thread: who owns which artifacts, and who uses which chains.
 
 A part of `Catalog`, whose lock its methods take.
 """
