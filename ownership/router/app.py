@@ -42,7 +42,8 @@ _CONNECT_S = 5.0
 def make_app(
     config: RouterConfig, placer: Placer | None = None, num_processes: int = 1
 ) -> Starlette:
-    """Return the application. `placer`: None for that of the configured policy."""
+    """Return the application, with its `state.metrics`. `placer`: None for that of the configured
+    policy."""
     router = _Router(config, placer, num_processes)
     routes = [
         Route("/health", router.health),
@@ -51,7 +52,9 @@ def make_app(
         Route("/v1/models", router.models),
         Mount("/", router.proxy),
     ]
-    return Starlette(routes=routes, lifespan=router.lifespan)
+    app = Starlette(routes=routes, lifespan=router.lifespan)
+    app.state.metrics = router.metrics
+    return app
 
 
 class _Router:
@@ -60,7 +63,7 @@ class _Router:
     def __init__(self, config: RouterConfig, placer: Placer | None, num_processes: int) -> None:
         self._config, self._placer, self._num_processes = config, placer, num_processes
         self._workers = WorkerSet(config.max_in_flight)
-        self._metrics = RouterMetrics()
+        self.metrics = RouterMetrics()
         self._proxy: Proxy | None = None
 
     @asynccontextmanager
@@ -72,12 +75,12 @@ class _Router:
             questions = WorkerQuestions(self._config, self._workers, session)
             chosen = self._placer
             if chosen is None:
-                opening = open_placer(self._config, questions, self._metrics)
+                opening = open_placer(self._config, questions, self.metrics)
                 chosen = await stack.enter_async_context(opening)
             placer = History(chosen)
             spans = RouterSpans(self._config.otlp_traces_endpoint)
             stack.push_async_callback(asyncio.to_thread, spans.close)
-            self._proxy = Proxy(self._config, self._workers, placer, session, self._metrics, spans)
+            self._proxy = Proxy(self._config, self._workers, placer, session, self.metrics, spans)
             reservations = Reservations(self._proxy, placer, self._config.lease_s)
             stack.callback(reservations.close)
             app.routes[:0] = SelectionDoors(self._config, self._workers, reservations).routes
@@ -92,7 +95,7 @@ class _Router:
             if self._config.ext_proc_port is not None:
                 from ownership.router.ext_proc import Parts, endpoint_picker
 
-                parts = Parts(self._config, self._proxy, placer, self._metrics, spans)
+                parts = Parts(self._config, self._proxy, placer, self.metrics, spans)
                 picker = endpoint_picker(parts, self._config.ext_proc_port, self._is_ready)
                 app.state.ext_proc_port = await stack.enter_async_context(picker)
             yield
@@ -118,7 +121,7 @@ class _Router:
         return any(worker.state is WorkerState.UP for worker in self._workers)
 
     async def show_metrics(self, request: Request) -> Response:
-        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
         """Answer with the models of all workers that serve."""
@@ -140,11 +143,11 @@ class _Router:
             self._workers,
             proxy,
             history,
-            self._metrics,
+            self.metrics,
         )
 
     def _show_workers(self) -> None:
-        self._metrics.show_workers({x.name: x.state is WorkerState.UP for x in self._workers})
+        self.metrics.show_workers({x.name: x.state is WorkerState.UP for x in self._workers})
 
 
 def _session(config: RouterConfig) -> aiohttp.ClientSession:

@@ -243,6 +243,14 @@ class RouterConfig:
     max_body_mib: float = declare(
         "number > 0", checks.body_mib, "Largest body of a request; status 413 above", 64.0
     )
+    max_connections: int | None = declare(
+        "whole number > 0",
+        checks.connections,
+        "Connections of clients that each process has at once. Those beyond get status 503 or are "
+        "closed; `/health`, `/ready` and `/metrics` are still served",
+        None,
+        unset="half of the open files that a process may have (`ulimit -Hn`), less 128",
+    )
     max_in_flight: int = declare(
         "whole number > 0",
         checks.above_0,

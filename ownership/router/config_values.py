@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from hetero_connector import config_values as values
 from hetero_connector.errors import ConfigError
 from ownership.directory.opening import open_directory
+from ownership.router import open_files
 
 _MAX_S = 7 * 86_400
 """The kernel's timers take no more than 24 days."""
@@ -45,6 +46,14 @@ def count(key: str, value: object) -> int:
 def above_0(key: str, value: object) -> int:
     if (number := count(key, value)) == 0:
         raise ConfigError(key, "expected at least 1")
+    return number
+
+
+def connections(key: str, value: object) -> int:
+    """Check that a process may have the open files for so many."""
+    number = above_0(key, value)
+    if problem := open_files.problem_of(number):
+        raise ConfigError(key, problem)
     return number
 
 

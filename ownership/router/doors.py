@@ -55,6 +55,7 @@ class Reason(StrEnum):
     WORKER_LOST = "worker_lost"
     RESERVED = "reserved"
     NO_RESERVATION = "no_reservation"
+    TOO_MANY_CONNECTIONS = "too_many_connections"
 
 
 STATUS: Mapping[Reason, int] = {
@@ -71,6 +72,7 @@ STATUS: Mapping[Reason, int] = {
     Reason.WORKER_LOST: 502,
     Reason.RESERVED: 409,
     Reason.NO_RESERVATION: 404,
+    Reason.TOO_MANY_CONNECTIONS: 503,
 }
 _OPENAI_TYPES = {400: "BadRequestError", 401: "AuthenticationError", 404: "NotFoundError"}
 _OPENAI_TYPES |= {429: "RateLimitError"}

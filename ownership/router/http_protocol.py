@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ownership.router.answer import refusal_headers
 from ownership.router.doors import Api, Reason, Refusal, error_body
+from ownership.router.open_files import MAX_EXTRA
 
 MAX_HEAD_BYTES = 65536
 _LINGER_S = 1.0
 """A refused client may go on sending for so long: if it was reset, it would not see the answer."""
+_EXTRA_S = 5.0
+"""Seconds in which a connection beyond the limit must send its head."""
+_ALWAYS_SERVED = frozenset({b"/health", b"/ready", b"/metrics"})
+"""Paths served beyond the limit, too: a router that is full must not be taken for a dead one."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -21,11 +27,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     A head has at most `MAX_HEAD_BYTES`, as has what comes between two pieces of a body, such as
     trailers. A connection is closed if no head is complete `client_s` after its start, or after the
     first byte that follows an answer; without such a byte uvicorn closes it.
+
+    A new connection beyond `max_connections` gets one answer, 503 unless it asks for the router's
+    own state. Those that are open go on.
     """
 
-    def __init__(self, client_s: float, **parts: Any) -> None:
+    def __init__(
+        self,
+        client_s: float,
+        max_connections: int,
+        on_refused: Callable[[], object],
+        **parts: Any,
+    ) -> None:
+        """`on_refused`: called for each connection that is refused, answered or not."""
         super().__init__(**parts)
         self._client_s = client_s
+        self._max_connections, self._on_refused = max_connections, on_refused
+        self._is_extra = False
         self._timer: asyncio.TimerHandle | None = None
         self._num_unparsed = 0
         """Bytes since the last head or piece of a body. The parser copies them at each read."""
@@ -33,7 +51,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._timer = self.loop.call_later(self._client_s, self._on_late)
+        num_extra = len(self.connections) - self._max_connections
+        self._is_extra = num_extra > 0
+        if num_extra > MAX_EXTRA:
+            self._on_refused()
+            transport.abort()
+            return
+        wait_s = min(self._client_s, _EXTRA_S) if self._is_extra else self._client_s
+        self._timer = self.loop.call_later(wait_s, self._on_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -59,11 +84,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._num_unparsed = 0
         self._stop_timer()
+        if self._is_extra and self.url.partition(b"?")[0] not in _ALWAYS_SERVED:
+            self._on_refused()
+            text = f"this router has its {self._max_connections} connections (max_connections)"
+            self._refuse(Refusal(Reason.TOO_MANY_CONNECTIONS, text, retry_after_s=1))
+            return
         super().on_headers_complete()
+        if self._is_extra:
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._num_unparsed = 0
-        super().on_body(body)
+        if not self._is_refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._is_refused:
+            super().on_message_complete()
 
     @property
     def _is_idle(self) -> bool:
@@ -71,6 +108,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _on_late(self) -> None:
         self._timer = None
+        if self._is_extra:
+            self._on_refused()
         if self._is_in_head and not self.transport.is_closing():
             text = f"the request's head did not come within {self._client_s:g} s"
             self._refuse(Refusal(Reason.HEAD_TOO_SLOW, text))

@@ -27,6 +27,9 @@ class RouterMetrics:
         )
         self.requests = counter("requests", "Answers, by path and status", ["path", "status"])
         self.refused = counter("refused", "Answers of the router itself, by reason", ["reason"])
+        self.connections_refused = counter(
+            "connections_refused", "Connections beyond `max_connections`: answered 503, or closed"
+        )
         self.retried = counter(
             "retried", "Requests sent again before their first byte, by the worker lost", ["worker"]
         )

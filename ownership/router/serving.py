@@ -25,6 +25,7 @@ from prometheus_client import disable_created_metrics
 from prometheus_client.multiprocess import mark_process_dead
 
 from hetero_connector.errors import RouterConfigError
+from ownership.router import open_files
 from ownership.router.app import make_app
 from ownership.router.config import RouterConfig, read_config
 from ownership.router.http_protocol import BoundedHttpProtocol
@@ -42,6 +43,7 @@ _log = logging.getLogger(__name__)
 def serve(path: Path, processes: int = 1) -> None:
     """Serve until SIGTERM or SIGINT. Raises RouterConfigError."""
     config = read_config(path)
+    open_files.raise_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     open_identity(config)  # a model that cannot be opened ends it here, with a clear error
     listener = open_listener(config)
@@ -84,9 +86,15 @@ def make_server(
     Workers' headers are passed on as they are. `num_processes`: of this router.
     """
     app = make_app(config, placer, num_processes)
+    protocol = partial(
+        BoundedHttpProtocol,
+        config.client_s,
+        config.max_connections or open_files.default_connections(),
+        app.state.metrics.connections_refused.inc,
+    )
     settings = uvicorn.Config(
         app,
-        http=cast("type[asyncio.Protocol]", partial(BoundedHttpProtocol, config.client_s)),
+        http=cast("type[asyncio.Protocol]", protocol),
         loop="uvloop",
         ws="none",
         lifespan="on",

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
 from benchmarks.stub_fleet import StubFleet
+from ownership.router import open_files
 from ownership.router.http_protocol import MAX_HEAD_BYTES
-from tests.ownership.router.bench import PATIENCE_S, RunningRouter, config_of
+from ownership.router.open_files import MAX_EXTRA
+from tests.ownership.router.bench import PATIENCE_S, RunningRouter, config_of, wait_until
 from tests.ownership.router.conftest import StartRouter
 
+LIMIT = 4
 GET = b"GET /health HTTP/1.1\r\nhost: a\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
 PART = b"a" * MAX_HEAD_BYTES
@@ -166,3 +171,78 @@ def test_no_connection_without_a_request_delays_the_end(start_router: StartRoute
         router.complete()
         router.end()
         assert [rest_of(client) for client in (silent, half, again)] == [b"", b"", b""]
+
+
+@pytest.fixture(scope="module")
+def small(fleet: StubFleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningRouter]:
+    """A router that has few connections, of which the test's HTTP client uses one or two."""
+    config = config_of(tmp_path_factory.mktemp("small"), workers=fleet.urls, max_connections=LIMIT)
+    with RunningRouter(config) as running:
+        yield running
+
+
+def test_beyond_its_connections_a_router_answers_503_and_those_that_are_open_go_on(
+    small: RunningRouter,
+) -> None:
+    before = small.metric("connections_refused_total")
+    body = b"{" + b" " * 100_000 + b"}"
+    post = POST + b"content-length: %d\r\n\r\n" % len(body) + body
+    served, num_refused = list[socket.socket](), 0
+    with ExitStack() as stack:
+        for _ in range(2 * LIMIT):
+            client = stack.enter_context(connect(small))
+            client.sendall(post)
+            if client.recv(13, socket.MSG_PEEK) == b"HTTP/1.1 200 ":
+                served.append(client)
+            else:
+                assert_refused(rest_of(client), 503, "too_many_connections")
+                num_refused += 1
+        assert 1 <= len(served) <= LIMIT
+        assert small.metric("connections_refused_total") == before + num_refused
+        for client in served:
+            client.sendall(GET + b"connection: close\r\n\r\n")
+            assert rest_of(client).count(b"HTTP/1.1 200 ") == 2
+    wait_until(lambda: is_served(small))
+
+
+@pytest.mark.parametrize("path", [b"/health", b"/ready", b"/metrics"])
+def test_a_router_that_is_full_still_tells_how_it_is(path: bytes, small: RunningRouter) -> None:
+    with ExitStack() as stack:
+        *_, extra = (stack.enter_context(connect(small)) for _ in range(LIMIT + 2))
+        extra.sendall(GET.replace(b"/health", path) + b"\r\n")
+        assert rest_of(extra).startswith(b"HTTP/1.1 200 "), "it is closed after its answer"
+
+
+def test_connections_far_beyond_the_limit_are_closed_and_then_there_is_room_again(
+    small: RunningRouter,
+) -> None:
+    before = small.metric("connections_refused_total")
+    with ExitStack() as stack:
+        clients = [stack.enter_context(connect(small)) for _ in range(LIMIT + MAX_EXTRA + 20)]
+        assert [read_or_reset(x) for x in clients[-20:]] == [b""] * 20
+        assert small.metric("connections_refused_total") >= before + 20
+    wait_until(lambda: is_served(small))
+
+
+def read_or_reset(client: socket.socket) -> bytes:
+    try:
+        return client.recv(65536)
+    except ConnectionResetError:
+        return b""
+
+
+def is_served(router: RunningRouter) -> bool:
+    """Return True if a new connection is served."""
+    with connect(router) as client:
+        client.sendall(POST + b"connection: close\r\ncontent-length: 2\r\n\r\n{}")
+        return rest_of(client).startswith(b"HTTP/1.1 200 ")
+
+
+def test_the_limit_of_open_files_is_that_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, 4096))
+    assert open_files.default_connections() == 384
+    assert open_files.problem_of(1920) == ""
+    assert "raise that" in open_files.problem_of(1921)
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (resource.RLIM_INFINITY,) * 2)
+    assert open_files.default_connections() == 2**19 - 128
+    assert open_files.problem_of(2**20) == ""
