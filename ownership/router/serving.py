@@ -43,6 +43,9 @@ _log = logging.getLogger(__name__)
 def serve(path: Path, processes: int = 1) -> None:
     """Serve until SIGTERM or SIGINT. Raises RouterConfigError."""
     config = read_config(path)
+    if processes > 1 and config.ext_proc_port == 0:
+        problem = "ext_proc_port: 0 would be another port in each process: give it a number"
+        raise RouterConfigError(str(path), [problem])
     open_files.raise_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     open_identity(config)  # a model that cannot be opened ends it here, with a clear error

@@ -13,6 +13,7 @@ import yaml
 
 from hetero_connector.errors import RouterConfigError
 from ownership.router.config import KEYS, read_config, read_workers
+from ownership.router.serving import serve
 
 
 def write(folder: Path, content: Any) -> Path:
@@ -213,6 +214,16 @@ def test_the_command_ends_before_it_listens(processes: str, tmp_path: Path) -> N
     assert done.returncode == 2
     assert "directory: expected host or host:port" in done.stderr
     assert "listening" not in done.stderr
+
+
+def test_several_processes_need_a_port_for_the_endpoint_picker_that_proxies_know(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("grpc")
+    # Nobody has that address, so without the check it ends there.
+    keys = {"workers": WORKERS, "host": "203.0.113.1", "ext_proc_port": 0}
+    with pytest.raises(RouterConfigError, match="ext_proc_port: 0 would be another port in each"):
+        serve(write(tmp_path, keys), processes=2)
 
 
 @pytest.mark.parametrize("key", ["port", "ext_proc_port"])
