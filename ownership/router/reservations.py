@@ -84,10 +84,14 @@ class Reservations:
         self._held[name] = _Lease(placed, reservation, self._end(name))
 
     def answered(self, name: str, output_tokens: int = 0) -> None:
-        """The worker has computed the prompt, and so many more tokens. Raises KeyError."""
+        """The worker has computed the prompt, and so many more tokens. Raises KeyError.
+
+        So it serves: after a pause this may be the one request that tries again.
+        """
         held = self._held[name]
         held.end.cancel()
         held.end = self._end(name)
+        held.placed.worker.breaker.on_success()
         held.reservation.answered(output_tokens)
 
     def free(self, name: str) -> None:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import httpx
 import pytest
 
 from benchmarks.stub_fleet import StubFleet
-from tests.ownership.router.bench import RunningRouter, config_of, wait_until
+from ownership.directory.breaker import CircuitBreaker
+from ownership.router.config import RouterConfig
+from ownership.router.metrics import RouterMetrics
+from ownership.router.placer import LeastLoaded
+from ownership.router.proxy import Proxy
+from ownership.router.reservations import Reservations
+from ownership.router.spans import RouterSpans
+from tests.ownership.router.bench import PATIENCE_S, RunningRouter, config_of, wait_until
 from tests.ownership.router.conftest import StartRouter
+from tests.ownership.router.test_admission import request
 from tests.ownership.router.test_policy_placer import PROMPT, SIZE, KnownFleet, running
+from tests.ownership.router.test_workers import workers_of
 
 
 @pytest.fixture
@@ -166,3 +177,25 @@ def test_the_doors_need_a_key_if_the_router_does(fleet: StubFleet, tmp_path: Pat
 
 def workers(router: RunningRouter) -> list[dict[str, Any]]:
     return list(router.client.get("/workers").json())
+
+
+def test_a_reservation_whose_worker_answers_ends_the_worker_s_pause() -> None:
+    now_s = 100.0
+
+    async def story() -> bool:
+        nonlocal now_s
+        found, (worker,) = workers_of("one")
+        worker.breaker = CircuitBreaker(lambda: now_s)
+        worker.breaker.on_failure()
+        now_s += 1.0
+        config, placer = RouterConfig(), LeastLoaded()
+        async with aiohttp.ClientSession() as session:
+            proxy = Proxy(config, found, placer, session, RouterMetrics(), RouterSpans(""))
+            reservations = Reservations(proxy, placer, lease_s=600.0)
+            reservations.reserve("a", await reservations.place(request()))
+            assert worker.breaker.is_open
+            reservations.answered("a")
+            reservations.free("a")
+        return worker.breaker.is_open
+
+    assert not asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
