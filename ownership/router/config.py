@@ -182,8 +182,10 @@ class RouterConfig:
     directory_s: float = declare(
         "number > 0",
         checks.seconds,
-        "Seconds in which the directory must answer. A request is placed without it afterwards",
-        0.05,
+        "Seconds in which the directory must answer. A request is placed without it afterwards. An "
+        "answer takes about 1 ms; the rest is for busy machines and slow networks, because a "
+        "placement without it may compute a whole prompt again",
+        0.25,
     )
     policy: str = declare(
         "name",

@@ -153,7 +153,7 @@ class PrefixViews:
         fleet: FleetChains,
         trust: Trust,
         directory: Directory | None,
-        deadline_s: float = 0.05,
+        deadline_s: float = 0.25,
         stock: StockWorkers | None = None,
         naming_s: float = 2.0,
     ) -> None:
