@@ -185,9 +185,17 @@ def test_every_failpoint_and_every_fault_is_met() -> None:
 
 
 @pytest.mark.long
+def test_some_rounds() -> None:
+    """The same each time, one of a fleet and one of killed processes among them."""
+    result = run_campaign(rounds=60, seed=1)
+    assert result.is_clean, result.report()
+    assert result.rounds == 60
+
+
+@pytest.mark.slow
 def test_some_rounds_of_today() -> None:
     """Others each day: what they find is real, and `make test-faults` goes on from here."""
-    result = run_campaign(rounds=1_000, seed=seed_of_the_day(), budget_s=20.0)
+    result = run_campaign(rounds=1_000, seed=seed_of_the_day(), budget_s=60.0)
     assert result.is_clean, result.report()
     assert result.rounds
 

@@ -310,11 +310,16 @@ def test_a_truncated_slab_is_a_miss(bench: Bench, disk: Disk) -> None:
 
 
 def test_a_late_read_is_a_miss_at_the_deadline_and_its_slot_stays_in_quarantine(
-    bench: Bench, disk: Disk
+    tmp_path: Path, disk: Disk
 ) -> None:
-    store = on_ssd_only(bench, dram_chunks=6, load_deadline_s=0.05)
+    clock = Clock()
+    bench = Bench(tmp_path / "ssd", disk, clock)
+    store = on_ssd_only(bench, dram_chunks=6, load_deadline_s=10.0)
     disk.files.hang_next()
-    late = wait(begin(store, ids_of(CHUNKS)))
+    late = begin(store, ids_of(CHUNKS))
+    until(lambda: disk.files.in_flight == 1)
+    clock.passes(11.0)
+    assert late.poll()
     assert set(late.failed.values()) == {Failure.DEADLINE}
     late.release()
     assert store.begin_save(chain("b", 1)[0], SIZES) is None, "every slot awaits the late read"
@@ -330,10 +335,14 @@ def test_a_late_read_is_a_miss_at_the_deadline_and_its_slot_stays_in_quarantine(
     store.close()
 
 
-def test_a_hung_read_does_not_block_later_ones_for_ever(bench: Bench, disk: Disk) -> None:
-    store = on_ssd_only(bench, load_deadline_s=0.05)
+def test_a_hung_read_does_not_block_later_ones_for_ever(tmp_path: Path, disk: Disk) -> None:
+    clock = Clock()
+    store = on_ssd_only(Bench(tmp_path / "ssd", disk, clock), load_deadline_s=10.0)
     disk.files.hang_next()
-    hung = wait(begin(store, ids_of(CHUNKS[:1])))
+    hung = begin(store, ids_of(CHUNKS[:1]))
+    until(lambda: disk.files.in_flight == 1)
+    clock.passes(11.0)
+    assert hung.poll()
     assert set(hung.failed.values()) == {Failure.DEADLINE}
     other = wait(begin(store, ids_of(CHUNKS[1:])))
     assert not other.failed
@@ -680,14 +689,18 @@ def test_reads_are_timed_for_the_cost_model(bench: Bench) -> None:
     store.close()
 
 
-def test_a_restore_that_is_given_up_teaches_the_cost_model(bench: Bench, disk: Disk) -> None:
-    store = on_ssd_only(bench, load_deadline_s=0.05)
+def test_a_restore_that_is_given_up_teaches_the_cost_model(tmp_path: Path, disk: Disk) -> None:
+    clock = Clock()
+    store = on_ssd_only(Bench(tmp_path / "ssd", disk, clock), load_deadline_s=10.0)
     disk.files.hang_next()
-    late = wait(begin(store, ids_of(CHUNKS)))
+    late = begin(store, ids_of(CHUNKS))
+    until(lambda: disk.files.in_flight == 1)
+    clock.passes(11.0)
+    assert late.poll()
     (told,) = store.take_timings()
     assert told.bytes_by_type == {kind: len(CHUNKS) * size for kind, size in SIZES.items()}
     assert not told.whole
-    assert told.seconds >= 0.1, "nothing came in 0.05 s"
+    assert told.seconds == 22.0, "nothing came in 11 s"
     disk.files.resume()
     late.release()
     store.close()

@@ -193,8 +193,8 @@ def is_free(directory: MemoryDirectory, number: int) -> bool:
     return held is None or held.owner == NO_EPOCH
 
 
-def owned_by_bob(directory: Directory, *numbers: int, lease_s: float = 60.0) -> Epoch:
-    epoch = directory.register(Worker("bob", b"bob's card"), lease_s).epoch
+def owned_by_bob(directory: Directory, *numbers: int) -> Epoch:
+    epoch = directory.register(Worker("bob", b"bob's card"), 60.0).epoch
     copy = Copy(64, bytes(16), 0, 1)
     directory.claim_owner(epoch, [Claim(change(number).id, copy) for number in numbers])
     return epoch

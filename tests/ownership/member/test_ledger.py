@@ -190,13 +190,15 @@ def test_replicas_are_counted_with_their_bytes(
 def test_a_replica_is_owned_after_its_owner_released_it_or_died(
     directory: BreakableDirectory, ann: RunningWorker, how: str
 ) -> None:
-    owner = owned_by_bob(directory, 1, lease_s=0.5 if how == "dies" else 60.0)
+    owner = owned_by_bob(directory, 1)
     ann.put(change(1))
     until(lambda: change(1).id in ann.store.replicas)
     if how == "lets go":
         held = record_of(directory, 1)
         assert held is not None
         directory.release(owner, {change(1).id: held.token})
+    else:
+        directory.end_lease(owner)
     until(lambda: change(1).id in ann.store.tokens)
     assert ann.store.replicas == set()
     assert ann.store.tokens[change(1).id] > NO_TOKEN
@@ -208,9 +210,10 @@ def test_replicas_of_an_owner_that_died_are_claimed_early(
     monkeypatch.setattr("tests.ownership.member.ledgers.TTL_S", 3_600.0)
     ann = RunningWorker(directory, lease_s=0.6)
     try:
-        owned_by_bob(directory, 1, lease_s=1.0)
+        owner = owned_by_bob(directory, 1)
         ann.put(change(1))
         until(lambda: change(1).id in ann.store.replicas)
+        directory.end_lease(owner)
         until(lambda: change(1).id in ann.store.tokens)
     finally:
         ann.worker.close()
@@ -230,9 +233,10 @@ def test_replicas_of_an_owner_that_was_never_seen_live_are_claimed_early(
     directory = Glimpsed()
     ann = RunningWorker(directory, lease_s=0.6)
     try:
-        owned_by_bob(directory, 1, lease_s=1.0)
+        owner = owned_by_bob(directory, 1)
         ann.put(change(1))
         until(lambda: change(1).id in ann.store.replicas)
+        directory.end_lease(owner)
         until(lambda: change(1).id in ann.store.tokens)
     finally:
         ann.worker.close()

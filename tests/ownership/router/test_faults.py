@@ -122,12 +122,12 @@ def test_a_long_answer_that_is_cut_is_seen_to_be_cut(
 def test_a_stopped_worker_s_requests_go_elsewhere_or_end_with_an_error(
     start_router: StartRouter, pair: StubFleet
 ) -> None:
-    router = start_router(workers=pair.urls, probe_timeout_s=0.2)
+    router = start_router(workers=pair.urls, probe_timeout_s=0.5)
     stopped, name = pair.processes[0], pair.urls[0].removeprefix("http://")
     texts: list[str] = []
     threads = []
     # By turns: each worker has one that streams, and one that has no byte yet.
-    for number, stub in enumerate([{"gap_s": 0.4}] * 2 + [{"first_s": 3}] * 2, 1):
+    for number, stub in enumerate([{"gap_s": 0.4}] * 2 + [{"first_s": 5}] * 2, 1):
         send = partial(router.stream, stub=stub)
         threads.append(threading.Thread(target=lambda send=send: texts.append(send())))
         threads[-1].start()

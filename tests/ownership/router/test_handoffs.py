@@ -42,7 +42,7 @@ def apart(tmp_path: Path) -> Iterator[tuple[StubFleet, KnownFleet]]:
     """Three workers that a test may harm; two of them decode."""
     with (
         StubFleet(3) as fleet,
-        running(fleet, tmp_path, "static_pd", ROLES, probe_timeout_s=0.2) as found,
+        running(fleet, tmp_path, "static_pd", ROLES, probe_timeout_s=1.0) as found,
     ):
         yield fleet, found
 
@@ -147,7 +147,7 @@ def test_a_decoder_that_dies_during_the_prefill_is_replaced(
 ) -> None:
     fleet, known = apart
     answers = list[httpx.Response]()
-    stub = {"prefill": {"first_s": 1.0}}
+    stub = {"prefill": {"first_s": 3.0}}
     asking = threading.Thread(target=lambda: answers.append(known.complete(stub=stub)))
     asking.start()
     wait_until(lambda: busy(known, 0) == 1)

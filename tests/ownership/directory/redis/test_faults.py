@@ -25,7 +25,7 @@ from tests.ownership.fleet_bench import KV, artifact, chain, claim, claim_of, jo
 pytestmark = pytest.mark.long
 
 DEADLINE_S = 0.5
-SLACK_S = 5.0
+SLACK_S = 30.0
 """A busy machine wakes a thread late. A hang takes minutes."""
 
 
