@@ -68,7 +68,8 @@ test-newer-vllm: venv  ## Engine tests on vLLM 0.33, its Python files over the C
 		-k "not (deepseek_v4 or gptoss)" $(ON_SECOND_RUNNER)
 
 test-ray: venv $(RAY)/.stamp  ## Workers that Ray starts, and Ray Serve, on one host
-	PYTHONPATH=. $(RAY)/bin/python -m pytest -q tests/engine/test_ray.py tests/engine/test_ray_serve.py
+	PYTHONPATH=. $(RAY)/bin/python -m pytest -q tests/engine/test_ray.py tests/engine/test_ray_router.py \
+		tests/engine/test_ray_serve.py
 
 # An environment over .venv, so that pip takes what the engine pins and adds what Ray lacks.
 $(RAY)/.stamp:

@@ -383,6 +383,7 @@ def envoy_filter() -> dict[str, Any]:
 @pytest.mark.parametrize("example", examples("yaml"))
 def test_every_fleet_file_describes_a_fleet(example: Example, tmp_path: Path) -> None:
     from ownership.router.config import read_config
+    from ownership.router.ray_serve.placing import replica_config
     from ownership.simulator.fleet_file import read_fleet
 
     fleet = yaml.safe_load(example.text)
@@ -393,6 +394,15 @@ def test_every_fleet_file_describes_a_fleet(example: Example, tmp_path: Path) ->
         return
     if "processing_mode" in fleet:  # tests/deploy/test_envoy.py runs that file
         assert fleet.items() <= envoy_filter().items()
+        return
+    if "deployment_config" in fleet:  # `make test-ray` runs such a deployment
+        router = fleet["deployment_config"]["request_router_config"]
+        file = yaml.safe_load((ROOT / "examples/ray_serve/fleet.yaml").read_text())
+        [config] = file["applications"][0]["args"]["llm_configs"]
+        run = config["deployment_config"]["request_router_config"]
+        assert router["request_router_class"] == run["request_router_class"]
+        assert router["request_router_kwargs"].keys() == run["request_router_kwargs"].keys()
+        assert replica_config(router["request_router_kwargs"]).directory
         return
     path = tmp_path / "fleet.yaml"  # the example's profile exists nowhere
     if "model" not in fleet:

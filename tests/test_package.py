@@ -36,6 +36,7 @@ ONLY_IN = {
     ),
     "uvicorn": ("ownership/router/",),
     "aiohttp": ("ownership/router/",),
+    "ray": ("ownership/router/ray_serve/router.py",),
     "zmq": ("ownership/router/view/event_reader.py",),
     "prometheus_client": ("hetero_connector/engine/", "ownership/router/"),
     "torch": ("hetero_connector/engine/", "hetero_connector/connector.py"),

@@ -19,7 +19,9 @@ import yaml
 
 from examples.checkpoints import NAMES, write_checkpoint
 from examples.embedded_redis import EmbeddedRedis
+from examples.ray_serve.parameters import engine_configs
 from examples.serving import engine_arguments, stop_servers_on_sigterm, use_engine_environment
+from ownership.scheduling.registry import DEFAULT_POLICY
 
 _HERE = Path(__file__).parent
 _SMALL: dict[str, Any] = {
@@ -47,15 +49,16 @@ def use_ray_environment(*, direct: bool) -> None:
     )
 
 
-def application(name: str, model: str, replicas: int) -> dict[str, Any]:
+def application(name: str, model: str, replicas: int, policy: str) -> dict[str, Any]:
     """Return the `args` of a YAML file, changed for a small model and a CPU."""
     parsed = yaml.safe_load((_HERE / f"{name}.yaml").read_text())
     args: dict[str, Any] = parsed["applications"][0]["args"]
-    configs = args.get("llm_configs") or [args["prefill_config"], args["decode_config"]]
-    for config in configs:
+    for config in engine_configs(args):
         config["placement_group_config"] = {"bundles": [{"CPU": 0.5}]}  # no GPU in it
-        config["deployment_config"]["num_replicas"] = replicas
-        config["deployment_config"]["ray_actor_options"] = {"num_cpus": 0.5}
+        deployment = config["deployment_config"]
+        deployment["num_replicas"] = replicas
+        deployment["ray_actor_options"] = {"num_cpus": 0.5}
+        deployment["request_router_config"]["request_router_kwargs"]["policy"] = policy
         engine = config["engine_kwargs"]
         engine.update(engine_arguments(model))
         engine["kv_transfer_config"]["kv_connector_extra_config"].update(_SMALL)
@@ -67,6 +70,7 @@ def main() -> int:
     parser.add_argument("name", choices=("fleet", "prefill_decode"))
     parser.add_argument("--model", choices=NAMES, default="dense", help="default: %(default)s")
     parser.add_argument("--replicas", type=int, help="default: two, with prefill_decode one each")
+    parser.add_argument("--policy", default=DEFAULT_POLICY, help="router's; default: %(default)s")
     parser.add_argument("--direct", action="store_true", help="direct streaming from the replicas")
     parser.add_argument("--port", type=int, default=8000, help="metrics are at the next one")
     parser.add_argument("--dir", type=Path, default=Path(".demo"), help="checkpoints")
@@ -96,7 +100,8 @@ def main() -> int:
         stop_servers_on_sigterm()  # ray.init sets a handler that leaves everything behind
         stack.callback(serve.shutdown)
         serve.start(http_options={"host": "127.0.0.1", "port": given.port})
-        serve.run(build(application(given.name, given.model, replicas)), name="heterocache")
+        args = application(given.name, given.model, replicas, given.policy)
+        serve.run(build(args), name="heterocache")
         url = f"http://127.0.0.1:{given.port}"
         print(f"ready: {url}/v1, metrics at http://127.0.0.1:{given.port + 1}", flush=True)
         signal.pause()

@@ -7,16 +7,24 @@ from typing import Any
 from ray.serve.llm import build_openai_app, build_pd_openai_app
 
 from examples.ray_serve.backend import register_backend
-from examples.ray_serve.parameters import expand_variables
+from examples.ray_serve.parameters import engine_configs, expand_variables
+from ownership.router.ray_serve.placing import replica_config
+
+ROUTER = "ownership.router.ray_serve.router:OwnerRouter"
 
 
 def build(args: dict[str, Any]) -> Any:
     """Return the application for the `args` of Ray's own builders.
 
     With `prefill_config` and `decode_config` they go to `build_pd_openai_app`, with `llm_configs`
-    to `build_openai_app`. Both find our backend, which this registers first.
+    to `build_openai_app`. Both find our backend, which this registers first. Raises
+    RouterConfigError for wrong arguments of a router, which Ray would only log later.
     """
     register_backend()
     expanded = expand_variables(args)
+    for config in engine_configs(expanded):
+        router = config.get("deployment_config", {}).get("request_router_config", {})
+        if router.get("request_router_class") == ROUTER:
+            replica_config(router.get("request_router_kwargs", {}))
     builder = build_pd_openai_app if "prefill_config" in expanded else build_openai_app
     return builder(expanded)

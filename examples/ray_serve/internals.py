@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 RAY_VERSION = "2.60.0"
 INSTALL = f'pip install "ray[serve]=={RAY_VERSION}" pyarrow jsonref'
 """Not `ray[llm]`, which brings a CUDA build of another vLLM."""
@@ -16,6 +18,10 @@ if ray.__version__ != RAY_VERSION:
         "With another release check the imports in examples/ray_serve/internals.py"
     )
 
+from ray.llm._internal.serve.core.configs.openai_api_models import (  # noqa: E402
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+)
 from ray.llm._internal.serve.engines.vllm.kv_transfer.base import (  # noqa: E402
     BaseConnectorBackend,
     clamp_request_to_single_token,
@@ -28,5 +34,13 @@ __all__ = [
     "RAY_VERSION",
     "BaseConnectorBackend",
     "KVConnectorBackendFactory",
+    "TokenizeChatRequest",
+    "TokenizeCompletionRequest",
     "clamp_request_to_single_token",
+    "config_of",
 ]
+
+
+def config_of(server: Any) -> Any:
+    """Return vLLM's configuration of a replica whose engine has started."""
+    return server.engine._engine_client.vllm_config

@@ -49,6 +49,11 @@ def decode_parameters(
     return merged or None
 
 
+def engine_configs(args: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the configurations of engines in the arguments of one of Ray's builders."""
+    return list(args.get("llm_configs") or (args["prefill_config"], args["decode_config"]))
+
+
 def expand_variables(value: Any) -> Any:
     """Return a copy of parsed YAML, with `$NAME` and `${NAME}` from the environment.
 

@@ -11,7 +11,7 @@
 - `policy_placer` places by `ownership.scheduling`: `figures` are the workers' own costs, `reports`
   their own loads; `opening` makes it from the configuration, `decision_log` writes what it decided.
 - `selection` and `ext_proc` are other faces: proxies that send themselves ask there where to, and
-  `reservations` counts what they send.
+  `reservations` counts what they send. `ray_serve` is the same inside Ray Serve.
 - `shared_ledger`: what several routers have under way, as each knows it; `peers` carries their
   messages through Redis.
 - `fleet_page` shows the fleet to people and scripts: `history` has the newest requests, `stored`

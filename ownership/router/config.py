@@ -6,7 +6,7 @@ Each key is declared once, as a field of `RouterConfig`, like those of an engine
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -327,16 +327,7 @@ def read_config(path: Path) -> RouterConfig:
     given, problems = _read_yaml(path)
     if not isinstance(given, dict):
         raise RouterConfigError(str(path), ["expected `key: value` lines; `workers` is needed"])
-    parsers = {key.name: key.parse for key in KEYS}
-    checked: dict[str, Any] = {}
-    for name, value in given.items():
-        if name not in parsers:
-            problems.append(f"unknown key {name!r}; {nearest(str(name), KEYS)}")
-            continue
-        try:
-            checked[name] = parsers[name](name, value)
-        except* ConfigError as errors:
-            problems += _lines_of(errors)
+    checked = _checked(given, KEYS, problems)
     if not any(given.get(source) for source in _SOURCES):
         problems.append(f"no workers: set {_either(_SOURCES)}")
     config, workers = RouterConfig(**checked), checked.get("workers", ())
@@ -350,6 +341,33 @@ def read_config(path: Path) -> RouterConfig:
     if problems:
         raise RouterConfigError(str(path), problems)
     return config
+
+
+def check_keys(source: str, given: Mapping[str, object], keys: Sequence[Key]) -> RouterConfig:
+    """Check keys that are in no file, of which `keys` may be given. Raises RouterConfigError."""
+    problems: list[str] = []
+    config = RouterConfig(**_checked(given, keys, problems))
+    problems += [] if problems else _conflicts(config, ())
+    if problems:
+        raise RouterConfigError(source, problems)
+    return config
+
+
+def _checked(
+    given: Mapping[str, object], keys: Sequence[Key], problems: list[str]
+) -> dict[str, Any]:
+    """Return the values that are right, and add a line to `problems` for each other."""
+    parsers = {key.name: key.parse for key in keys}
+    checked: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in parsers:
+            problems.append(f"unknown key {name!r}; {nearest(str(name), keys)}")
+            continue
+        try:
+            checked[name] = parsers[name](name, value)
+        except* ConfigError as errors:
+            problems += _lines_of(errors)
+    return checked
 
 
 def _conflicts(config: RouterConfig, workers: Sequence[WorkerAddress]) -> Iterator[str]:

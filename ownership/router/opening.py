@@ -22,7 +22,7 @@ from ownership.router.metrics import RouterMetrics
 from ownership.router.peers import Peers
 from ownership.router.placer import LeastLoaded, Placer
 from ownership.router.policy_placer import PolicyPlacer
-from ownership.router.questions import WorkerQuestions
+from ownership.router.questions import Questions
 from ownership.router.reports import LoadReports
 from ownership.router.view import (
     EventReader,
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def open_placer(
-    config: RouterConfig, questions: WorkerQuestions, metrics: RouterMetrics
+    config: RouterConfig, questions: Questions, metrics: RouterMetrics
 ) -> AsyncIterator[Placer]:
     """Yield the placer of the configured policy. Raises RouterConfigError."""
     if config.policy_name == LEAST_LOADED:
@@ -108,7 +108,7 @@ def _checked(key: str, opening: Any) -> Any:
 
 
 async def _keep_current(
-    questions: WorkerQuestions, watch: FleetWatch, figures: WorkerFigures, placer: PolicyPlacer
+    questions: Questions, watch: FleetWatch, figures: WorkerFigures, placer: PolicyPlacer
 ) -> None:
     """Ask all workers in each period, and when one comes or goes."""
     changed = asyncio.Event()

@@ -64,6 +64,11 @@ class Placed:
         """Return what was expected; None without a policy. To be asked before it is sent."""
         return None
 
+    def move(self, worker: Worker) -> None:
+        """Another worker gets it than was chosen, and computes the prompt. Not while it counts as
+        sent."""
+        self.worker = worker
+
 
 class Placer(Protocol):
     """Chooses workers. All calls are made on the event loop, none may block it.

@@ -94,6 +94,11 @@ class _Planned(Placed):
             predicted._asdict(),
         )
 
+    def move(self, worker: Worker) -> None:
+        self.worker, self.prefill = worker, None
+        self.placement = Placement(PlacementAction.COLOCATED_PREFILL, worker.name, worker.name)
+        self.action = self.placement.action
+
 
 class PolicyPlacer:
     """A `Placer`. Used on the event loop."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -15,8 +15,23 @@ from ownership.router.view.checks import Ask
 from ownership.router.workers import Worker, WorkerSet, WorkerState
 
 
+class Questions(Protocol):
+    """The workers, and how the router asks them. Used on the event loop."""
+
+    @property
+    def workers(self) -> WorkerSet: ...
+
+    def servers(self) -> Mapping[str, Ask]:
+        """Return how each worker that serves is asked, by its name."""
+        ...
+
+    def host_of(self, name: str) -> str:
+        """Return a worker's host by its name."""
+        ...
+
+
 class WorkerQuestions:
-    """Asks the workers that serve."""
+    """`Questions` by HTTP."""
 
     def __init__(
         self, config: RouterConfig, workers: WorkerSet, session: aiohttp.ClientSession

@@ -27,7 +27,7 @@ collect_ignore = []
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":  # see tests/second_runner
     collect_ignore += ["test_full_steps.py", "test_random_sampling.py"]
 if importlib.util.find_spec("ray") is None:  # see `make test-ray`
-    collect_ignore += ["test_ray.py", "test_ray_serve.py"]
+    collect_ignore += ["test_ray.py", "test_ray_router.py", "test_ray_serve.py"]
 if find_chromium() is None:  # see `make test-page`
     collect_ignore.append("test_page.py")
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
 
 from examples.ray_serve.parameters import (
     decode_parameters,
+    engine_configs,
     expand_variables,
     own_configuration,
     prefill_parameters,
     replica_name,
 )
-from examples.ray_serve.sessions import SessionOwners, session_of
 from hetero_connector.config import HeteroConfig
+from ownership.router.ray_serve.placing import replica_config
 
 EXAMPLE = Path(__file__).parents[2] / "examples/ray_serve"
 
@@ -83,64 +82,6 @@ def test_variables_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
         expand_variables("$MODEL")
 
 
-def test_a_session_stays_at_its_owner_and_new_ones_spread() -> None:
-    owners: SessionOwners[str] = SessionOwners()
-    for session, expected in (("a", "x"), ("b", "y"), ("c", "x"), ("b", "y"), ("a", "x")):
-        best = owners.rank(session, ["x", "y"], {"x": 3, "y": 3})[0]
-        owners.settle(session, best)
-        assert best == expected
-    assert owners.rank("a", ["x", "y"], {"x": 100}) == ["x", "y"]
-
-
-def test_a_session_without_its_owner_goes_where_fewest_are() -> None:
-    owners: SessionOwners[str] = SessionOwners()
-    for session, replica in (("a", "gone"), ("b", "x"), ("c", "x"), ("d", "y")):
-        owners.settle(session, replica)
-    assert owners.rank("a", ["x", "y", "z"], {}) == ["z", "y", "x"]
-
-
-def test_a_moved_session_counts_at_its_new_owner_only() -> None:
-    owners: SessionOwners[str] = SessionOwners()
-    owners.settle("a", "x")
-    owners.settle("a", "y")
-    assert owners.rank("a", ["x", "y"], {}) == ["y", "x"]
-    assert owners.rank("new", ["y", "x"], {}) == ["x", "y"]
-
-
-def test_a_request_without_a_session_goes_to_the_shortest_queue() -> None:
-    owners: SessionOwners[str] = SessionOwners()
-    owners.settle("a", "y")
-    owners.settle(None, "y")
-    assert owners.rank(None, ["x", "y"], {"x": 2, "y": 1}) == ["y", "x"]
-
-
-def test_only_the_last_sessions_are_remembered() -> None:
-    owners: SessionOwners[str] = SessionOwners(limit=2)
-    for session in ("a", "b", "a", "c"):
-        owners.settle(session, "x")
-    assert owners.rank("b", ["y", "x"], {}) == ["y", "x"]
-    assert owners.rank("a", ["y", "x"], {}) == ["x", "y"]
-    for session in ("d", "e"):
-        owners.settle(session, "y")
-    assert owners.rank("new", ["y", "x"], {}) == ["x", "y"]
-
-
-@pytest.mark.parametrize(
-    ("header", "body", "session"),
-    [
-        ("h", SimpleNamespace(session_id="b"), "h"),
-        ("", SimpleNamespace(session_id="b", kv_transfer_params={"session_id": "p"}), "b"),
-        (None, SimpleNamespace(kv_transfer_params={"session_id": "p"}), "p"),
-        (None, SimpleNamespace(kv_transfer_params=None), None),
-        ("", None, None),
-    ],
-)
-def test_the_session_is_the_one_that_the_connector_reads(
-    header: str | None, body: Any, session: str | None
-) -> None:
-    assert session_of(header, body) == session
-
-
 @pytest.mark.parametrize("name", ["fleet", "prefill_decode"])
 def test_a_file_configures_the_connector(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODEL", "m")
@@ -148,7 +89,10 @@ def test_a_file_configures_the_connector(name: str, monkeypatch: pytest.MonkeyPa
     [application] = yaml.safe_load((EXAMPLE / f"{name}.yaml").read_text())["applications"]
     assert application["import_path"] == "examples.ray_serve.app:build"
     args = expand_variables(application["args"])
-    for config in args.get("llm_configs") or [args["prefill_config"], args["decode_config"]]:
+    for config in engine_configs(args):
+        router = config["deployment_config"]["request_router_config"]
+        assert router["request_router_class"] == "ownership.router.ray_serve.router:OwnerRouter"
+        assert replica_config(router["request_router_kwargs"]).directory.startswith("redis://")
         transfer = config["engine_kwargs"]["kv_transfer_config"]
         assert transfer["kv_connector"] == "HeteroConnector"
         extra = own_configuration(transfer["kv_connector_extra_config"], "app-0", "127.0.0.1")

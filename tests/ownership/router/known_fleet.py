@@ -31,8 +31,9 @@ SIZE = 64
 PROMPT = [token % 251 for token in range(20 * SIZE + 5)]
 
 
-def published(worker: str) -> PublishedChain:
-    answer = {
+def chain_answer(worker: str) -> dict[str, Any]:
+    """Return what an engine answers about its chains."""
+    return {
         "format": 1,
         "engine": {"worker": worker, "model": "m", "served_as": "stub-model", "tokenizer": ""},
         "root": "ab" * 16,
@@ -42,7 +43,10 @@ def published(worker: str) -> PublishedChain:
         "adapters": {},
         "model_spec": DENSE.as_plain(),
     }
-    return PublishedChain.of(answer)
+
+
+def published(worker: str) -> PublishedChain:
+    return PublishedChain.of(chain_answer(worker))
 
 
 class KnownFleet:
