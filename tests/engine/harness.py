@@ -42,6 +42,12 @@ BF16_MODELS = ("deepseek_v4", "qwen3_next")
 """The CPU kernels of these take bfloat16 only; the others run in float32."""
 
 
+def wide(models: Sequence[str], *in_make_test: str) -> list[Any]:
+    """Return the models as pytest's parameters; those that `make test` leaves out are `wide`."""
+    marks = {model: () if model in in_make_test else pytest.mark.wide for model in models}
+    return [pytest.param(model, marks=marks[model]) for model in models]
+
+
 @dataclass(frozen=True)
 class Completion:
     """Tokens, greedy if not said otherwise, each with the logprobs of the whole vocabulary."""

@@ -73,13 +73,17 @@ class Engine:
         assert delta(restored, reference) <= self.tolerance
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(model, marks=pytest.mark.smoke if model in ("dense", "gemma3") else ())
-        for model in ("dense", *HYBRID_MODELS)
-    ],
-)
+def models(**marks: pytest.MarkDecorator) -> list[Any]:
+    """Return the models as pytest's parameters; the two of `make check` are marked."""
+    marks |= {"dense": pytest.mark.smoke, "gemma3": pytest.mark.smoke}
+    return [pytest.param(x, marks=marks.get(x, ())) for x in ("dense", *HYBRID_MODELS)]
+
+
+_each_model = pytest.mark.parametrize("model", models(), indirect=True)
+
+
+# The windows of gpt-oss are those of Gemma: few tests of `make test` try both.
+@pytest.fixture(scope="module", params=models(gptoss=pytest.mark.wide))
 def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -94,6 +98,7 @@ def test_power_a_flipped_early_token_shows(engine: Engine) -> None:
     assert delta(base, generate(engine.llm, flipped(PROMPT, 3))) > CLEAR
 
 
+@_each_model
 def test_power_every_state_type_shows(engine: Engine) -> None:
     # With fewer tokens the index selects every compressed entry, whatever it holds.
     prompt = prompt_tokens(3000, seed=22) if engine.model == "deepseek_v4" else PROMPT
@@ -111,6 +116,7 @@ def test_power_every_state_type_shows(engine: Engine) -> None:
     assert min(moved.values()) > CLEAR, moved
 
 
+@_each_model
 def test_restored_from_dram(engine: Engine) -> None:
     generate(engine.llm, PROMPT)
     settle(engine.llm)
@@ -125,6 +131,7 @@ def test_restored_from_dram(engine: Engine) -> None:
     engine.compare(restored, reference)
 
 
+@_each_model
 def test_restored_from_ssd(engine: Engine) -> None:
     generate(engine.llm, PROMPT)
     settle(engine.llm)

@@ -48,7 +48,8 @@ def sessions(block_tokens: int, seed: int, number: int = 5) -> Trace:
 @pytest.mark.parametrize(
     ("model", "num_blocks", "checkpoints", "dram_gib", "tiers"),
     [
-        ("dense", 66, "full", 0.1, {"hbm", "dram"}),  # pages for two prompts: some are preempted
+        # Pages for two prompts: some are preempted.
+        pytest.param("dense", 66, "full", 0.1, {"hbm", "dram"}, marks=pytest.mark.wide),
         ("gemma3", 500, "periodic:4", 0.1, {"hbm", "dram"}),
         ("dense", 66, "full", 0.005, {"hbm", "dram", "ssd"}),  # DRAM for two prompts
     ],

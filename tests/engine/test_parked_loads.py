@@ -28,6 +28,7 @@ from tests.engine.harness import (
     scheduler_side,
     settle,
     until,
+    wide,
 )
 from tests.engine.single_steps import add, step, worker_connector
 
@@ -37,7 +38,7 @@ PROMPT, OTHER = prompt_tokens(1400, seed=43), prompt_tokens(100, seed=44)
 CACHED = 1376
 
 
-@pytest.fixture(scope="module", params=("dense", "gemma3"))
+@pytest.fixture(scope="module", params=wide(("dense", "gemma3"), "gemma3"))
 def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

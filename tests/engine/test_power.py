@@ -13,6 +13,7 @@ from tests.engine.harness import (
     flipped,
     generate,
     prompt_tokens,
+    wide,
 )
 
 pytestmark = pytest.mark.engine
@@ -23,7 +24,7 @@ CLEAR = 0.05
 """A logprob difference that rounding cannot cause: the exactness tests tolerate 1e-4."""
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=wide(MODELS, "gemma3", "deepseek_v4", "qwen3_next"))
 def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

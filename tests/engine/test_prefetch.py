@@ -29,6 +29,7 @@ from tests.engine.harness import (
     scheduler_side,
     settle,
     until,
+    wide,
 )
 
 pytestmark = pytest.mark.engine
@@ -94,7 +95,7 @@ class Serving:
         return now - before
 
 
-@pytest.fixture(scope="module", params=["dense", "gemma3"])
+@pytest.fixture(scope="module", params=wide(("dense", "gemma3"), "gemma3"))
 def serving(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Serving]:

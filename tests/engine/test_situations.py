@@ -28,6 +28,7 @@ from tests.engine.harness import (
     sealed,
     settle,
     shared_arguments,
+    wide,
 )
 from tests.engine.single_steps import add, hooks_of_next_step, step, worker_connector
 
@@ -36,7 +37,12 @@ pytestmark = pytest.mark.engine
 PROMPT = prompt_tokens(1400, seed=41)
 
 
-@pytest.fixture(scope="module", params=("gemma3", "deepseek_v4", "qwen3_next"))
+MODELS = ("gemma3", "deepseek_v4", "qwen3_next")
+_each_model = pytest.mark.parametrize("model", MODELS, indirect=True)
+"""For what happens while state of a kind is loaded, saved or computed."""
+
+
+@pytest.fixture(scope="module", params=wide(MODELS, "gemma3"))
 def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -93,6 +99,7 @@ def test_abort_while_the_restore_is_read_from_ssd(
     same(model, generate(llm, PROMPT, max_tokens=8), reference)
 
 
+@_each_model
 def test_abort_while_the_load_is_under_way(llm: Any, model: str, reference: Completion) -> None:
     kept_back: set[str] = set()
     worker = worker_connector()._worker
@@ -119,6 +126,7 @@ def test_abort_while_the_load_is_under_way(llm: Any, model: str, reference: Comp
     same(model, generate(llm, PROMPT, max_tokens=8), reference)
 
 
+@_each_model
 def test_abort_between_the_steps_of_a_prefill(llm: Any, model: str) -> None:
     step_tokens = shared_arguments(model)["max_num_batched_tokens"]
 
@@ -186,6 +194,7 @@ def test_a_reset_forgets_what_a_waiting_request_has_staged(llm: Any, reference: 
     assert [o.num_cached_tokens for o in outputs if o.finished] == [0]
 
 
+@_each_model
 def test_a_reset_while_requests_run(llm: Any, model: str, reference: Completion) -> None:
     add(llm, PROMPT, max_tokens=20)
     step(llm, 5)
@@ -201,6 +210,7 @@ def test_a_reset_while_requests_run(llm: Any, model: str, reference: Completion)
     assert generate(llm, PROMPT).num_cached_tokens == 0
 
 
+@_each_model
 def test_a_reset_that_preempts_running_requests(
     llm: Any, model: str, reference: Completion
 ) -> None:

@@ -51,7 +51,7 @@ _slow = pytest.mark.slow
     ("model", "rounds"),
     [
         ("gemma3", SHORT),
-        ("qwen3_next", SHORT),
+        pytest.param("qwen3_next", SHORT, marks=pytest.mark.wide),
         *(pytest.param(model, LONG, marks=_slow) for model in MODELS),
     ],
 )

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 CHUNKS = 4
 CHAIN, OTHER, LATER = (prompt(name, CHUNKS) for name in ("a", "b", "c"))
-SLACK_S = 5.0
+SLACK_S = 15.0
 """With two processes per core, a process that is ready does not run at once."""
 ROUNDS = 12
 TRIES = 20
