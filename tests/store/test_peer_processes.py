@@ -33,7 +33,7 @@ def peers() -> KnownPeers:
 
 @pytest.fixture
 def reader(peers: KnownPeers) -> Iterator[ArtifactStore]:
-    store = open_store(peers, peer_deadline_s=5.0)
+    store = open_store(peers, peer_deadline_s=30.0)  # on a busy machine UCX notices a kill late
     yield store
     store.close()
     store.check_integrity()
@@ -68,20 +68,20 @@ def test_slots_rewritten_while_they_are_read_never_bring_a_wrong_byte(
     """The owner forgets, writes others and writes again all the time; the reader keeps reading."""
     outcomes: Counter[Failure | None] = Counter()
     with engines(1, churns=True) as (owner,):
-        deadline_s = time.monotonic() + 20
-        while time.monotonic() < deadline_s:
+        began_s, misses = time.monotonic(), 0
+        # For 10 s, and on a busy machine until a read has succeeded and another has not.
+        while (passed_s := time.monotonic() - began_s) < 10 or not (outcomes[None] and misses):
+            assert passed_s < 120, "the test shows nothing"
             restore = fetch(reader, owner.register(peers))
             check_bytes(reader, restore)
             outcomes.update(restore.failed.values())
             outcomes[None] += len(restore.offsets)
             restore.release()
             forget_all(reader)
-            misses = sum(n for cause, n in outcomes.items() if cause is not None)
+            misses = outcomes[Failure.REUSED] + outcomes[Failure.CHECKSUM]
             if outcomes[None] >= 100 and misses >= 30:
                 break
     assert set(outcomes) <= {None, Failure.REUSED, Failure.CHECKSUM}
-    assert outcomes[None], "no read ever succeeded: the test shows nothing"
-    assert outcomes[Failure.REUSED] + outcomes[Failure.CHECKSUM], "no slot was ever reused in time"
 
 
 def test_an_owner_killed_before_and_during_reads_and_started_again(

@@ -51,7 +51,7 @@ def test_a_request_goes_to_the_worker_that_has_its_prefix(known: KnownFleet, hol
 
 
 def test_a_session_stays_where_it_was_served_before_the_directory_knows(known: KnownFleet) -> None:
-    slow = {"stream": True, "stub": {"events": 3, "gap_s": 0.5}}
+    slow = {"stream": True, "stub": {"events": 8, "gap_s": 0.5}}
     first, second = sorted(known.names)
     other = threading.Thread(target=lambda: known.complete("other", **slow))
     other.start()
@@ -76,7 +76,7 @@ def test_no_more_tokens_are_expected_than_the_request_allows(known: KnownFleet) 
 
 
 def test_sessions_that_run_at_once_spread(known: KnownFleet) -> None:
-    slow = {"stream": True, "stub": {"events": 3, "gap_s": 0.5}}
+    slow = {"stream": True, "stub": {"events": 8, "gap_s": 0.5}}
     found = list[str]()
     threads = [
         threading.Thread(target=lambda s=s: found.append(worker_of(known.complete(s, **slow))))
