@@ -122,7 +122,7 @@ def test_a_long_answer_that_is_cut_is_seen_to_be_cut(
 def test_a_stopped_worker_s_requests_go_elsewhere_or_end_with_an_error(
     start_router: StartRouter, pair: StubFleet
 ) -> None:
-    router = start_router(workers=pair.urls, probe_timeout_s=0.5)
+    router = start_router(workers=pair.urls, probe_timeout_s=1.0)
     stopped, name = pair.processes[0], pair.urls[0].removeprefix("http://")
     texts: list[str] = []
     threads = []
