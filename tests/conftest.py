@@ -2,7 +2,8 @@
 
 import gc
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -50,6 +51,15 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _the_same_hits_are_sampled() -> Iterator[None]:
+    """A store checks some of its hits, chosen at random: one test in a hundred would see a check
+    under way, another each time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hetero_connector.store.catalog.catalog.Random", lambda: Random(0))
+        yield
 
 
 def pytest_unconfigure() -> None:
