@@ -126,6 +126,7 @@ test-slow: venv  ## Long soaks, many kill -9, each test with each model, the com
 test-faults: venv  ## A thousand seeded rounds of faults, another seed each day
 	$(RUN) -m tests.faults.campaign --rounds 1000
 	$(RUN) -m tests.ownership.router.fault_rounds --rounds 300
+	$(RUN) -m tests.ownership.router.fault_rounds --rounds 50 --sentinel
 
 lint: venv  ## ruff and mypy
 	$(RUN) -m ruff check .

@@ -2,8 +2,8 @@
 
 `python -m tests.ownership.router.fault_rounds --rounds 300` plays them and prints how the requests
 ended. In a round twelve requests of all kinds are sent while a worker is killed or stopped, Redis
-is replaced by an empty one, or the second of two routers is killed. Clients leave, send what is no
-JSON or 10 MB, or never read.
+is replaced by an empty one (with `--sentinel` by its replica, which a Sentinel promotes), or the
+second of two routers is killed. Clients leave, send what is no JSON or 10 MB, or never read.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import httpx
 
 from benchmarks.stub_fleet import StubFleet
 from examples.embedded_redis import EmbeddedRedis
+from tests.ownership.directory.redis.sentinel_fleet import SentinelFleet
 from tests.ownership.router.bench import PATIENCE_S, RunningRouter, config_of, wait_until
 from tests.ownership.router.test_guide import free_ports
 
@@ -47,6 +48,16 @@ KEYS = {
     "client_s": 2.0,
 }
 _UNREAD = {"events": 1_000, "padding": 100_000}
+
+
+class LoneRedis(EmbeddedRedis):
+    """One server."""
+
+    def lose(self, pause_s: float) -> None:
+        """Kill it, and start it empty after a pause."""
+        self.kill()
+        time.sleep(pause_s)
+        self.start()
 
 
 class SecondRouter:
@@ -185,7 +196,7 @@ class Client:
 
 
 async def harm(
-    rng: random.Random, fleet: StubFleet, redis: EmbeddedRedis, second: SecondRouter
+    rng: random.Random, fleet: StubFleet, redis: LoneRedis | SentinelFleet, second: SecondRouter
 ) -> str:
     """Do one of the deeds, or nothing; return which."""
     number = rng.randrange(len(fleet.ports))
@@ -200,9 +211,7 @@ async def harm(
         await asyncio.sleep(1.5)
         os.kill(fleet.processes[number].pid, signal.SIGCONT)
     elif deed == "lose Redis":
-        await asyncio.to_thread(redis.kill)
-        await asyncio.sleep(rng.random())
-        await asyncio.to_thread(redis.start)
+        await asyncio.to_thread(redis.lose, rng.random())
     elif deed == "kill a router":
         await asyncio.to_thread(second.kill)
         second.start()
@@ -215,7 +224,7 @@ async def play(
     rounds: int,
     client: Client,
     fleet: StubFleet,
-    redis: EmbeddedRedis,
+    redis: LoneRedis | SentinelFleet,
     second: SecondRouter,
 ) -> Counter[str]:
     """Play the rounds; return the deeds."""
@@ -227,7 +236,9 @@ async def play(
     return deeds
 
 
-def run(seed: int, rounds: int, folder: Path) -> tuple[Counter[str], Counter[str]]:
+def run(
+    seed: int, rounds: int, folder: Path, *, with_sentinel: bool = False
+) -> tuple[Counter[str], Counter[str]]:
     """Return how the requests ended, and what was done meanwhile.
 
     Raises AssertionError if one ends silently or something is left over, TimeoutError if one hangs.
@@ -239,7 +250,7 @@ def run(seed: int, rounds: int, folder: Path) -> tuple[Counter[str], Counter[str
             client = Client(session, router.url)
             return client, await play(random.Random(seed), rounds, client, fleet, redis, second)
 
-    with EmbeddedRedis() as redis, StubFleet(3) as fleet:
+    with SentinelFleet() if with_sentinel else LoneRedis() as redis, StubFleet(3) as fleet:
         keys = {"workers": fleet.urls, "directory": redis.url, **KEYS}
         with RunningRouter(config_of(folder, **keys)) as router:
             second = SecondRouter(folder, fleet.urls, redis.url)
@@ -263,12 +274,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.ownership.router.fault_rounds")
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--seed", type=int, default=20)
+    parser.add_argument("--sentinel", action="store_true", help="Redis fails over to a replica")
     given = parser.parse_args()
     begun_s = time.monotonic()
     silent, hung, ends, deeds = 0, 0, Counter[str](), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            ends, deeds = run(given.seed, given.rounds, Path(folder))
+            ends, deeds = run(given.seed, given.rounds, Path(folder), with_sentinel=given.sentinel)
         except TimeoutError:
             hung = 1
         except AssertionError as error:

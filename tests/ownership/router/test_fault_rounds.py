@@ -23,3 +23,11 @@ def test_no_request_is_silent_and_none_hangs_in_300_rounds(seed: int, tmp_path: 
     assert sum(ends.values()) == 100 * AT_ONCE
     assert len(deeds) == 5
     assert {"never read", "router killed"} <= set(ends)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_no_request_is_silent_and_none_hangs_while_redis_fails_over(tmp_path: Path) -> None:
+    ends, deeds = run(seed=3, rounds=50, folder=tmp_path, with_sentinel=True)
+    assert sum(ends.values()) == 50 * AT_ONCE
+    assert deeds["lose Redis"] >= 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -18,66 +17,24 @@ from hetero_connector.errors import (
 from ownership.directory import Directory, GrantOutcome, Lease
 from ownership.directory.redis import RedisDirectory, RedisMessageLog
 from ownership.directory.redis.message_log import BEGIN
+from tests.ownership.directory.redis.sentinel_fleet import PASSWORD, SentinelFleet, wait_for
 from tests.ownership.fleet_bench import KV, artifact, claim, claim_of, join
 from tests.ownership.member.ledgers import RunningWorker, change, record_of
 
 pytestmark = pytest.mark.long
 
 DEADLINE_S = 10.0
-PASSWORD = "hush"
-
-
-def wait_for(what: str, is_so: object, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():  # type: ignore[operator]
-        assert time.monotonic() < deadline, f"still not so: {what}"
-        time.sleep(0.05)
-
-
-def by_sentinel(sentinel: EmbeddedRedis) -> str:
-    """Return the URL of the fleet whose servers this Sentinel knows."""
-    return (
-        f"redis+sentinel://:{PASSWORD}@127.0.0.1:{sentinel.port}/fleet"
-        f"?sentinel_password={sentinel.password}"
-    )
 
 
 class TestSentinel:
     @pytest.fixture
-    def servers(self) -> Iterator[tuple[EmbeddedRedis, EmbeddedRedis, EmbeddedRedis]]:
+    def fleet(self) -> Iterator[SentinelFleet]:
         """A primary, its replica, and a Sentinel that fails over by itself."""
-        with ExitStack() as stack:
-            shared = [f"masterauth {PASSWORD}", "repl-diskless-sync-delay 0"]
-            primary = stack.enter_context(EmbeddedRedis(shared, password=PASSWORD))
-            follow = [f"replicaof 127.0.0.1 {primary.port}"]
-            replica = stack.enter_context(EmbeddedRedis([*shared, *follow], password=PASSWORD))
-            client = redis.Redis.from_url(replica.url)
-            wait_for(
-                "the replica follows",
-                lambda: client.info("replication")["master_link_status"] == "up",
-            )
-            sentinel = EmbeddedRedis(
-                [
-                    f"sentinel monitor fleet 127.0.0.1 {primary.port} 1",
-                    f"sentinel auth-pass fleet {PASSWORD}",
-                    "sentinel down-after-milliseconds fleet 500",
-                    "sentinel failover-timeout fleet 3000",
-                ],
-                arguments=["--sentinel"],
-            )
-            stack.enter_context(sentinel)
-            sentinels = redis.Redis.from_url(sentinel.url)
-            wait_for(
-                "the Sentinel knows the replica",
-                lambda: sentinels.execute_command("SENTINEL", "REPLICAS", "fleet"),
-            )
-            yield primary, replica, sentinel
+        with SentinelFleet() as fleet:
+            yield fleet
 
-    def test_a_failover_is_followed(
-        self, servers: tuple[EmbeddedRedis, EmbeddedRedis, EmbeddedRedis]
-    ) -> None:
-        primary, replica, sentinel = servers
-        url = by_sentinel(sentinel)
+    def test_a_failover_is_followed(self, fleet: SentinelFleet) -> None:
+        primary, replica, url = fleet.primary, fleet.replica, fleet.url
         directory = RedisDirectory(url, deadline_s=DEADLINE_S)
         before = join(directory, "ann", lease_s=600.0)
         token = claim(directory, before, artifact())[0].token
@@ -98,11 +55,9 @@ class TestSentinel:
         assert claim(directory, before, artifact())[0].token == token
         directory.close()
 
-    def test_routers_messages_follow_a_failover(
-        self, servers: tuple[EmbeddedRedis, EmbeddedRedis, EmbeddedRedis]
-    ) -> None:
-        primary, replica, sentinel = servers
-        log = RedisMessageLog(by_sentinel(sentinel), DEADLINE_S)
+    def test_routers_messages_follow_a_failover(self, fleet: SentinelFleet) -> None:
+        primary, replica = fleet.primary, fleet.replica
+        log = RedisMessageLog(fleet.url, DEADLINE_S)
         cursor = log.exchange(b"before", BEGIN).cursor
         copied = redis.Redis.from_url(replica.url)
         wait_for("it is replicated", lambda: copied.exists("{heterocache:default}:messages"))
@@ -122,10 +77,9 @@ class TestSentinel:
         log.close()
 
     def test_a_failover_to_a_replica_that_lagged_loses_nothing_for_good(
-        self, servers: tuple[EmbeddedRedis, EmbeddedRedis, EmbeddedRedis]
+        self, fleet: SentinelFleet
     ) -> None:
-        primary, replica, sentinel = servers
-        url = by_sentinel(sentinel)
+        primary, replica, url = fleet.primary, fleet.replica, fleet.url
         ann = RunningWorker(RedisDirectory(url, deadline_s=0.15), lease_s=2.0)
         bob = RedisDirectory(url, deadline_s=DEADLINE_S)
 
@@ -158,10 +112,8 @@ class TestSentinel:
         ann.worker.close()
         bob.close()
 
-    def test_a_service_that_no_sentinel_watches_is_unavailable(
-        self, servers: tuple[EmbeddedRedis, EmbeddedRedis, EmbeddedRedis]
-    ) -> None:
-        sentinel = servers[2]
+    def test_a_service_that_no_sentinel_watches_is_unavailable(self, fleet: SentinelFleet) -> None:
+        sentinel = fleet.sentinel
         hosts = f"127.0.0.1:{sentinel.port}"
         directory = RedisDirectory(
             f"redis+sentinel://{hosts}/other?sentinel_password={sentinel.password}",
