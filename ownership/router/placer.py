@@ -27,7 +27,7 @@ class Forecast(NamedTuple):
 
 Candidates = Callable[[], Sequence[Worker]]
 """Returns the workers to choose from, at least one, as they are when it is called. It is called
-once. Raises RefusedError if there is none."""
+once. If there is none it raises an error, which placers pass on."""
 
 
 class Prefill(NamedTuple):
@@ -86,7 +86,7 @@ class Placer(Protocol):
     async def place(self, request: RouterRequest, candidates: Candidates) -> Placed | Refusal:
         """Choose one of the candidates, or refuse. What takes time is done before asking for them.
 
-        Raises RefusedError as `candidates` does.
+        Raises what `candidates` raises.
         """
         ...
 

@@ -59,6 +59,10 @@ class _BusyError(Exception):
     """The worker has refused the request, and another one may take it."""
 
 
+class _PausedError(Exception):
+    """All workers for a request have lost others since there was room for it, and pause."""
+
+
 class Proxy:
     """The ASGI application behind every path that workers serve."""
 
@@ -126,7 +130,7 @@ class Proxy:
     async def _serve(self, request: RouterRequest, answer: Answer) -> None:
         """Send the request to workers until one answers. Raises RefusedError if none does."""
         arrived_s = monotonic()
-        request.tried = tried = list[Worker]()
+        tried = list[Worker]()
         resent, was_stale = 0, False
         while True:
             with request.spans.placing():
@@ -163,7 +167,7 @@ class Proxy:
 
     async def place(self, request: RouterRequest, tried: Container[Worker] = ()) -> Placed:
         """Wait for room, then choose a worker that is not in `tried`. Raises RefusedError."""
-        model = request.model
+        request.tried, model = tried, request.model
         if model is not None and not self._workers.is_known(model):
             text = f"The model `{model}` does not exist."
             raise RefusedError(Refusal(Reason.UNKNOWN_MODEL, text))
@@ -171,15 +175,21 @@ class Proxy:
         def candidates() -> Sequence[Worker]:
             found = self._workers.candidates(request, tried)
             if not found:
+                if self._workers.usable(request, tried):
+                    raise _PausedError
                 text = "no worker serves this model at present"
                 raise RefusedError(Refusal(Reason.NO_WORKER, text, retry_after_s=2))
             return found
 
-        await self._admission.enter(request)
-        try:
-            placed = await self._placer.place(request, candidates)
-        finally:
-            self._admission.placed()
+        placed = None
+        while placed is None:
+            await self._admission.enter(request)
+            try:
+                placed = await self._placer.place(request, candidates)
+            except _PausedError:
+                pass  # it waits again
+            finally:
+                self._admission.placed()
         if isinstance(placed, Refusal):
             raise RefusedError(placed)
         if placed.certainty:

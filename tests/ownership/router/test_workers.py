@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
+import aiohttp
+
 from ownership.directory.breaker import CircuitBreaker
-from ownership.router.config import WorkerAddress
+from ownership.router.config import RouterConfig, WorkerAddress
+from ownership.router.doors import Refusal
+from ownership.router.metrics import RouterMetrics
+from ownership.router.placer import Candidates, LeastLoaded, Placed
+from ownership.router.proxy import Proxy
+from ownership.router.requests import RouterRequest
+from ownership.router.spans import RouterSpans
 from ownership.router.workers import Exchange, Worker, WorkerSet, WorkerState
+from tests.ownership.router.bench import PATIENCE_S
 from tests.ownership.router.test_admission import request
 
 
@@ -111,3 +120,39 @@ def test_a_worker_that_comes_back_has_its_requests_and_its_pause_while_they_run(
     workers.set_addresses([two.address])
     workers.set_addresses([two.address, one.address])
     assert not any(x.breaker.is_open for x in workers), "nothing is kept of one that is idle"
+
+
+class LosingMeanwhile(LeastLoaded):
+    """Its first placement takes so long that the worker loses another request meanwhile."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()
+        self._losing = [worker.breaker]
+
+    async def place(self, request: RouterRequest, candidates: Candidates) -> Placed | Refusal:
+        if self._losing:
+            self._losing.pop().on_failure()
+        return await super().place(request, candidates)
+
+
+def test_a_request_waits_if_all_workers_pause_since_it_was_let_through() -> None:
+    async def story() -> Placed:
+        workers, (one,) = workers_of("one")
+        async with aiohttp.ClientSession() as session:
+            metrics, spans = RouterMetrics(), RouterSpans("")
+            proxy = Proxy(RouterConfig(), workers, LosingMeanwhile(one), session, metrics, spans)
+            return await proxy.place(request())
+
+    assert asyncio.run(asyncio.wait_for(story(), PATIENCE_S)).worker.name == "one"
+
+
+def test_a_request_for_one_worker_waits_for_the_end_of_its_pause_alone() -> None:
+    async def story() -> Placed:
+        workers, (one, two) = workers_of("one", "two")
+        two.breaker.on_failure()
+        async with aiohttp.ClientSession() as session:
+            metrics, spans = RouterMetrics(), RouterSpans("")
+            proxy = Proxy(RouterConfig(), workers, LeastLoaded(), session, metrics, spans)
+            return await proxy.place(request(), tried=[one])
+
+    assert asyncio.run(asyncio.wait_for(story(), PATIENCE_S)).worker.name == "two"
