@@ -57,8 +57,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._on_refused()
             transport.abort()
             return
-        wait_s = min(self._client_s, _EXTRA_S) if self._is_extra else self._client_s
-        self._timer = self.loop.call_later(wait_s, self._on_late)
+        if self._is_extra:
+            self._client_s = min(self._client_s, _EXTRA_S)
+        self._timer = self.loop.call_later(self._client_s, self._on_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -214,6 +215,16 @@ def test_the_command_ends_before_it_listens(processes: str, tmp_path: Path) -> N
     assert done.returncode == 2
     assert "directory: expected host or host:port" in done.stderr
     assert "listening" not in done.stderr
+
+
+def test_more_connections_than_open_files_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, 4096))
+    assert problems(tmp_path, {"workers": WORKERS, "max_connections": 1921}) == [
+        "max_connections: 1921 need 4098 open files, and a process may have 4096 here: raise that "
+        "(`ulimit -Hn`, LimitNOFILE), or set a smaller number"
+    ]
 
 
 def test_several_processes_need_a_port_for_the_endpoint_picker_that_proxies_know(
