@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +129,44 @@ def test_no_process_is_left_after_sigterm(router: Processes) -> None:
 def test_no_process_is_left_when_the_parent_is_killed(fleet: StubFleet, tmp_path: Path) -> None:
     with running(tmp_path, fleet.urls) as router:
         assert_none_is_left(router, signal.SIGKILL)
+
+
+def test_clients_beyond_the_open_files_take_none_from_requests(
+    fleet: StubFleet, tmp_path: Path
+) -> None:
+    """Else a router reaches its workers no more, and takes them to be down."""
+    (port,) = free_ports(1)
+    config = tmp_path / "fleet.yaml"
+    keys = {"workers": fleet.urls, "host": "127.0.0.1", "port": int(port), "probe_s": 0.1}
+    config.write_text(json.dumps(keys))
+    limited = 'ulimit -n 400; exec "$@"'
+    command = [sys.executable, "-m", CLI, "router", "--config", str(config)]
+    router = subprocess.Popen(["/bin/sh", "-c", limited, "router", *command])
+    url = f"http://127.0.0.1:{port}"
+
+    def is_ready() -> bool:
+        try:
+            return httpx.get(f"{url}/ready", timeout=PATIENCE_S).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def complete(client: httpx.Client) -> int:
+        return client.post("/v1/completions", json={"stub": {"first_s": 0.5}}).status_code
+
+    try:
+        wait_until(is_ready)
+        with ExitStack() as stack:
+            limits = httpx.Limits(keepalive_expiry=None)
+            clients = [
+                httpx.Client(base_url=url, timeout=PATIENCE_S, limits=limits) for _ in "1234"
+            ]
+            for client in clients:
+                stack.enter_context(client).get("/health")
+            for _ in range(500):
+                stack.enter_context(socket.create_connection(("127.0.0.1", int(port)), PATIENCE_S))
+            threads = stack.enter_context(ThreadPoolExecutor(len(clients)))
+            assert list(threads.map(complete, clients)) == [200] * len(clients)
+            assert set(clients[0].get("/ready").json()["workers"].values()) == {"up"}
+    finally:
+        router.kill()
+        router.wait()
