@@ -26,7 +26,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     A head has at most `MAX_HEAD_BYTES`, as has what comes between two pieces of a body, such as
     trailers. A connection is closed if no head is complete `client_s` after its start, or after the
-    first byte that follows an answer; without such a byte uvicorn closes it.
+    first byte that follows an answer; without such a byte uvicorn closes it. So it does if that
+    byte belongs to the body of the request that was answered, and the rest comes in time.
 
     A new connection beyond `max_connections` gets one answer, 503 unless it asks for the router's
     own state. Those that are open go on.
@@ -48,6 +49,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_unparsed = 0
         """Bytes since the last head or piece of a body. The parser copies them at each read."""
         self._is_in_head = self._is_refused = False
+        self._is_between = True
+        """True if no request has begun that is not received to its end."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -74,11 +77,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if self._num_unparsed == MAX_HEAD_BYTES and not self.transport.is_closing():
                 text = f"the request's head is larger than {MAX_HEAD_BYTES // 1024} KiB"
                 self._refuse(Refusal(Reason.HEAD_TOO_LARGE, text))
-        if self._timer is None and self._is_idle and not self.transport.is_closing():
+        is_begun = not self._is_between or self._num_unparsed > 0
+        if is_begun and self._timer is None and self._is_idle and not self.transport.is_closing():
             self._timer = self.loop.call_later(self._client_s, self._on_late)
 
     def on_message_begin(self) -> None:
-        self._is_in_head = True
+        self._is_in_head, self._is_between = True, False
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -100,8 +104,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self._is_refused:
-            super().on_message_complete()
+        if self._is_refused:
+            return
+        self._num_unparsed, self._is_between = 0, True
+        super().on_message_complete()
+        if self._is_idle:  # it was answered before its body came: the connection is idle as of now
+            self._stop_timer()
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     @property
     def _is_idle(self) -> bool:

@@ -154,6 +154,17 @@ def test_the_body_of_a_request_that_is_answered_is_not_waited_for(hasty: Running
         assert rest_of(client) == b""
 
 
+def test_a_request_answered_before_its_body_came_does_not_end_the_connection(
+    hasty: RunningRouter,
+) -> None:
+    """A client that has sent all of it takes the connection for its next request."""
+    with connect(hasty) as client:
+        answer_to(client, GET + b"content-length: 9\r\n\r\n")
+        client.sendall(b"123456789")
+        time.sleep(0.8)
+        answer_to(client, GET + b"\r\n")
+
+
 def test_neither_a_long_answer_nor_a_pause_after_it_is_cut_off(hasty: RunningRouter) -> None:
     with connect(hasty) as client:
         answer_to(client, GET + b"\r\n")
