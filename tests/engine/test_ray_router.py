@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +56,9 @@ class Replica:
             ]
         )
 
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        return {"name": self._name}
+
     async def completions(self, request: Request) -> str:
         if getattr(request, "crash", False):
             os._exit(1)
@@ -70,6 +75,26 @@ class Deployment:
         """Return the worker that has served a request."""
         method = self._handle.options(method_name="completions", session_id=session)
         return str(method.remote(Request(prompt=prompt, **more)).result(timeout_s=WAIT_S))
+
+    def pick(self, prompt: list[int]) -> str:
+        """Return the worker that is chosen for a request that Ray's proxy sends itself."""
+
+        async def choose() -> str:
+            body = SimpleNamespace(prompt=prompt)
+            async with self._handle.choose_replica(body, _reserve=False) as selection:
+                return str(selection.replica_metadata["name"])
+
+        return asyncio.run(choose())
+
+    def reserve(self, prompt: list[int]) -> str:
+        """Return the worker that has served a request after its replica was reserved for it."""
+
+        async def serve_there() -> str:
+            method, request = self._handle.completions, Request(prompt=prompt)
+            async with method.choose_replica(request) as selection:
+                return str(await method.dispatch(selection, request))
+
+        return asyncio.run(serve_there())
 
     def store(self, worker: str, prompt: list[int]) -> None:
         """Say that a worker has the state of a prompt's chunks."""
@@ -131,6 +156,9 @@ def test_the_replica_with_the_state_is_chosen_and_another_when_it_is_killed(
     for session in ("a", "b", "c"):
         assert deployment.ask(PROMPT, session) == "at-0"
         assert deployment.ask(other, session) == "at-1", "state counts for more than the session"
+    # As with direct streaming, and as decoders choose prefillers.
+    for choose in (deployment.pick, deployment.reserve):
+        assert [choose(PROMPT), choose(other), choose(PROMPT)] == ["at-0", "at-1", "at-0"]
 
     with pytest.raises(ray.exceptions.RayActorError):
         deployment.ask(PROMPT, crash=True)

@@ -203,6 +203,16 @@ def test_a_session_moves_when_its_replica_has_gone_and_none_is_chosen_when_all_h
     playing(act)
 
 
+def test_least_loaded_takes_idle_replicas_by_turns() -> None:
+    async def act(placing: ReplicaPlacing) -> None:
+        placing.replicas.update(NOTHING)
+        found = [await served_by(placing, f"{number}", "s") for number in range(4)]
+        assert found[:2] == found[2:]
+        assert set(found) == {"r1", "r2"}
+
+    playing(act, policy="least_loaded")
+
+
 def test_a_model_that_cannot_be_opened_leaves_sessions(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
