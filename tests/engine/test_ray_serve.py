@@ -54,7 +54,7 @@ class App:
             json.dumps({**body, "ignore_eos": True, **more}).encode(),
             {"Content-Type": "application/json", "X-Session-ID": session},
         )
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with urllib.request.urlopen(request, timeout=WAIT_S) as response:
             answer = json.load(response)
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         return answer["choices"][0]["text"], cached
@@ -67,7 +67,7 @@ class App:
     def _metrics(self, name: str) -> list[tuple[dict[str, str], float]]:
         """Return a metric's labels and values."""
         address = f"http://127.0.0.1:{self.port + 1}/metrics"
-        text = urllib.request.urlopen(address, timeout=30).read().decode()
+        text = urllib.request.urlopen(address, timeout=WAIT_S).read().decode()
         found = []
         for line in text.splitlines():
             if re.match(rf"ray_heterocache_{name}(_total)?{{", line):
