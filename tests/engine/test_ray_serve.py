@@ -137,7 +137,14 @@ def running(tmp_path: Path, *arguments: str) -> Iterator[App]:
 def test_replicas_share_and_a_killed_one_s_successor_reads_from_its_peer(tmp_path: Path) -> None:
     """With Ray's default of exporting the engine's metrics, which these assertions read."""
     with running(tmp_path, "fleet", "--policy", "least_loaded") as app:
-        until(lambda: sum(app.series("directory_joined").values()) == 2, app.log)
+
+        def have_joined() -> bool:
+            """Ray drops the gauge of a replica that is idle, so each gets a request first."""
+            for session in ("x", "y"):
+                app.complete(PROMPT[:20], session)
+            return sum(app.series("directory_joined").values()) == 2
+
+        until(have_joined, app.log)
         first_two = set(app.series("directory_joined"))
         text, cached = app.complete(PROMPT, "a")
         assert cached == 0
