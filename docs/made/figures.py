@@ -307,7 +307,34 @@ def figures() -> str:
             for result in found:
                 where = f"Time to first token, ms; {result.machine}, {result.date}:"
                 parts.append(f"{where}\n\n{_ttft(result)}")
-    return "\n\n".join([*parts, _checkpoints(), _separate_prefill()]) + "\n"
+    return "\n\n".join([*parts, _corpora(), _checkpoints(), _separate_prefill()]) + "\n"
+
+
+_CORPORA = {
+    "hot64": "the same ones again",
+    "cold": "never the same",
+    "mixed90": "nine of ten again",
+    "long_shared_prefix": "the same but for the last 64 bytes",
+    "utf8": "the same ones again, without ASCII",
+}
+
+
+def _corpora() -> str:
+    result = results("router_corpora")[0]
+    sizes = sorted({int(name.rsplit("_", 2)[1][:-1]) for name in result.figures})
+    rows = [
+        [f"`{name}`: {shown}", *(f"{result.figures[f'{name}_{kib}k_ms']:,.1f}" for kib in sizes)]
+        for name, shown in _CORPORA.items()
+    ]
+    header = ["prompts", *(f"{kib:,} KiB" for kib in sizes)]
+    return (
+        f"## What the router adds, by kind of prompt\n\n`python -m benchmarks.router_corpora`, "
+        f"{result.link}, {result.machine}, {result.cores_and_load}\n\n"
+        "Milliseconds that it adds to a request where it names the prompt, asks the directory and "
+        "places by price, median; four stub workers, one request at a time. A prompt costs what "
+        "is new of it: its tokens and keys are made once. On a busy machine they are upper "
+        f"limits.\n\n{table(header, rows)}"
+    )
 
 
 def _checkpoints() -> str:
