@@ -15,6 +15,7 @@ vLLM's own of external hits, and aiperf's sum over the answers' usage from the s
 
 Each client has an environment of its own below `.cache/clients`, made by `make bench-clients`.
 LMBenchmark is no package: `--lmbenchmark` is a checkout of github.com/LMCache/LMBenchmark.
+`benchmarks.router_clients` sends the same through the router.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,14 +47,24 @@ MODEL = "dense-bench"
 BLOCK_TOKENS = 32
 KV_TOKENS = 8192
 """Tokens of the engine's KV cache: a round's prompts have about three times as many."""
+ENGINE_ARGUMENTS: Mapping[str, Any] = {
+    "num_gpu_blocks_override": KV_TOKENS // BLOCK_TOKENS,
+    "max_model_len": KV_TOKENS // 2,
+    "max_num_seqs": 4,
+}
 PREFIX_TOKENS = 2048
 TURN_TOKENS = 128
 REPLY_TOKENS = 16
 SESSIONS = 10
 CONCURRENCY = 2
 CANCELLED_PERCENT = 10
+AGENTS_S = 60
 _TIMEOUT_S = 400.0
 _TRACE_BLOCK = 256
+_AGENT_BLOCK = 64
+_CACHE_READ = "usage_prompt_cache_read_tokens"
+_LMBENCHMARK_FIRST = 10
+"""Requests with which its script warms a server up."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,17 @@ class Report:
     """Requests that the client left on purpose."""
     cached_tokens: int | None = None
     """Sum over the answers' usage; None if the client does not read it."""
+    unreported: int = 0
+    """Requests that the client sends besides, before those that it reports."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server that clients send to, or a router before several."""
+
+    url: str
+    model: Path
+    """The checkpoint, which has the tokenizer. The served model has its name."""
 
 
 @dataclass(frozen=True)
@@ -90,14 +112,14 @@ class Run:
         return abs(self.restored_tokens - self.external_tokens) + abs(cached - reported)
 
 
-Client = Callable[[Server, int, Path], Report]
-"""Runs a client: the server, the round, an empty folder for its output."""
+Client = Callable[[Target, int, Path], Report]
+"""Runs a client: the target, the round, an empty folder for its output."""
 
 
-def vllm_prefixes(server: Server, turn: int, folder: Path) -> Report:
+def vllm_prefixes(target: Target, turn: int, folder: Path) -> Report:
     """`vllm bench serve`: each of several long prefixes comes again with other ends."""
     return _vllm_bench(
-        server,
+        target,
         folder,
         *("--dataset-name", "prefix_repetition", "--num-prompts", str(3 * SESSIONS)),
         *("--prefix-repetition-num-prefixes", str(SESSIONS)),
@@ -108,12 +130,12 @@ def vllm_prefixes(server: Server, turn: int, folder: Path) -> Report:
     )
 
 
-def vllm_trace(server: Server, turn: int, folder: Path) -> Report:
+def vllm_trace(target: Target, turn: int, folder: Path) -> Report:
     """`vllm bench serve`: a timed trace of sessions whose prompts grow."""
     trace = folder / "trace.jsonl"
     trace.write_text("".join(json.dumps(line) + "\n" for line in trace_of(turn)))
     return _vllm_bench(
-        server,
+        target,
         folder,
         *("--dataset-name", "timed_trace", "--dataset-path", str(trace)),
         *("--timed-trace-chunk-hash-size", str(_TRACE_BLOCK), "--self-timed"),
@@ -141,7 +163,7 @@ def trace_of(turn: int) -> list[dict[str, Any]]:
     return lines
 
 
-def guidellm(server: Server, turn: int, folder: Path) -> Report:
+def guidellm(target: Target, turn: int, folder: Path) -> Report:
     """Prompts that begin with one of several long prefixes, over the chat API."""
     data = {
         "kind": "synthetic_text",
@@ -154,8 +176,8 @@ def guidellm(server: Server, turn: int, folder: Path) -> Report:
     _run(
         folder,
         *(_tool("guidellm", "guidellm"), "run", "--disable-progress"),
-        *("--backend", f"kind=openai_http,target={server.url},model={server.model.name}"),
-        *("--tokenizer", f"kind=huggingface_auto,model={server.model}"),
+        *("--backend", f"kind=openai_http,target={target.url},model={target.model.name}"),
+        *("--tokenizer", f"kind=huggingface_auto,model={target.model}"),
         *("--data", _pairs(data), "--seed", f"kind=static,value={turn}"),
         *("--profile", f"kind=concurrent,streams={CONCURRENCY}"),
         *("--constraint", f"kind=max_requests,count={3 * SESSIONS}"),
@@ -169,18 +191,84 @@ def guidellm(server: Server, turn: int, folder: Path) -> Report:
         totals["errored"],
         metrics["time_to_first_token_ms"]["successful"]["median"] / 1000,
         metrics["requests_per_second"]["successful"]["mean"],
+        totals["incomplete"],  # at its end it may leave the last ones
     )
 
 
-def aiperf(server: Server, turn: int, folder: Path) -> Report:
+def aiperf(target: Target, turn: int, folder: Path) -> Report:
     """Conversations of three turns over the chat API, all at the same time."""
-    return _aiperf(server, turn, folder)
+    return _aiperf(target, turn, folder, *_CONVERSATIONS)
 
 
-def aiperf_cancels(server: Server, turn: int, folder: Path) -> Report:
+def aiperf_cancels(target: Target, turn: int, folder: Path) -> Report:
     """The same, and some clients leave in the middle of an answer."""
     gone = ("--request-cancellation-rate", str(CANCELLED_PERCENT))
-    return _aiperf(server, 1000 + turn, folder, *gone, "--request-cancellation-delay", "0.05")
+    after = ("--request-cancellation-delay", "0.05")
+    return _aiperf(target, 1000 + turn, folder, *_CONVERSATIONS, *gone, *after)
+
+
+_CONVERSATIONS = (
+    *("--num-conversations", str(SESSIONS), "--conversation-turn-mean", "3"),
+    *("--num-dataset-entries", str(SESSIONS), "--conversation-turn-stddev", "0"),
+    *("--user-context-prompt-length", str(PREFIX_TOKENS), "--isl", str(TURN_TOKENS)),
+    *("--osl", str(REPLY_TOKENS), "--concurrency", str(SESSIONS)),
+)
+
+
+def aiperf_agents(target: Target, turn: int, folder: Path) -> Report:
+    """The AgentX scenario, shortened: agents replay sessions in which they start other agents."""
+    traces = folder / "traces"
+    traces.mkdir()
+    for number in range(SESSIONS):
+        path = traces / f"{number}.json"
+        path.write_text(json.dumps(agent_trace(f"{turn}-{number}")))
+    return _aiperf(
+        target,
+        2000 + turn,
+        folder,
+        # Its own traces are large, and it would run for half an hour.
+        *("--scenario", "inferencex-agentx-mvp", "--unsafe-override"),
+        *("--benchmark-duration", str(AGENTS_S), "--session-header", "X-Session-ID"),
+        *("--custom-dataset-type", "weka_trace", "--input-file", str(traces)),
+        *("--concurrency", str(CONCURRENCY)),
+    )
+
+
+def agent_trace(name: str) -> dict[str, Any]:
+    """Return a session in Weka's format: turns of an agent, and between them one that it starts."""
+
+    def request(at_s: float, blocks: Sequence[int]) -> dict[str, Any]:
+        return {
+            "t": at_s,
+            "type": "s",
+            "model": MODEL,
+            "in": len(blocks) * _AGENT_BLOCK,
+            "out": REPLY_TOKENS,
+            "hash_ids": list(blocks),
+        }
+
+    prefix, more = PREFIX_TOKENS // _AGENT_BLOCK, TURN_TOKENS // _AGENT_BLOCK
+    turns = [request(at, range(prefix + at * more)) for at in range(4)]
+    others = [request(at, range(1000, 1000 + prefix // 2 + at * more)) for at in range(2)]
+    started = {
+        "t": 1.5,
+        "type": "subagent",
+        "agent_id": "agent_001",
+        "subagent_type": "Explore",
+        "status": "completed",
+        "duration_ms": 1000,
+        "models": [MODEL],
+        "requests": others,
+    }
+    for turn in turns[2:]:
+        turn["t"] += 2.0
+    return {
+        "id": name,
+        "models": [MODEL],
+        "block_size": _AGENT_BLOCK,
+        "hash_id_scope": "local",
+        "requests": [*turns[:2], started, *turns[2:]],
+    }
 
 
 CLIENTS: dict[str, Client] = {
@@ -189,6 +277,7 @@ CLIENTS: dict[str, Client] = {
     "guidellm": guidellm,
     "aiperf": aiperf,
     "aiperf_cancels": aiperf_cancels,
+    "aiperf_agents": aiperf_agents,
 }
 
 
@@ -196,7 +285,7 @@ def lmbenchmark(checkout: Path) -> Client:
     """Return LMBenchmark's multi-round script as a client: users that share a system prompt."""
     script = checkout / "synthetic-multi-round-qa/multi-round-qa.py"
 
-    def run(server: Server, turn: int, folder: Path) -> Report:
+    def run(target: Target, turn: int, folder: Path) -> Report:
         output = folder / "summary.csv"
         printed = _run(
             folder,
@@ -204,7 +293,7 @@ def lmbenchmark(checkout: Path) -> Client:
             # Its lengths are words "hi ", three tokens each for this tokenizer.
             *("--shared-system-prompt", "100", "--user-history-prompt", str(PREFIX_TOKENS // 3)),
             *("--answer-len", str(REPLY_TOKENS), "--num-rounds", "4", "--qps", "2"),
-            *("--model", server.model.name, "--base-url", f"{server.url}/v1"),
+            *("--model", target.model.name, "--base-url", f"{target.url}/v1"),
             *("--time", "30", "--output", str(output), "--init-user-id", str(1000 * turn)),
         )
         rows = list(csv.DictReader(output.open()))
@@ -215,17 +304,18 @@ def lmbenchmark(checkout: Path) -> Client:
             printed.count("Error in _async_launch_request"),
             statistics.mean(float(row["ttft"]) for row in rows),
             len(rows) / (ended - began),
+            unreported=_LMBENCHMARK_FIRST,
         )
 
     return run
 
 
-def _vllm_bench(server: Server, folder: Path, *arguments: str) -> Report:
+def _vllm_bench(target: Target, folder: Path, *arguments: str) -> Report:
     _run(
         folder,
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve"),
-        *("--backend", "openai", "--base-url", server.url, "--model", server.model.name),
-        *("--tokenizer", str(server.model), "--ignore-eos", "--temperature", "0"),
+        *("--backend", "openai", "--base-url", target.url, "--model", target.model.name),
+        *("--tokenizer", str(target.model), "--ignore-eos", "--temperature", "0"),
         *("--disable-tqdm", "--save-result", "--result-filename", str(folder / "result.json")),
         *arguments,
     )
@@ -238,23 +328,24 @@ def _vllm_bench(server: Server, folder: Path, *arguments: str) -> Report:
     )
 
 
-def _aiperf(server: Server, seed: int, folder: Path, *arguments: str) -> Report:
+def _aiperf(target: Target, seed: int, folder: Path, *arguments: str) -> Report:
     _run(
         folder,
-        *(_tool("aiperf", "aiperf"), "profile", "--model", server.model.name, "--url", server.url),
-        *("--endpoint-type", "chat", "--streaming", "--tokenizer", str(server.model)),
+        *(_tool("aiperf", "aiperf"), "profile", "--model", target.model.name, "--url", target.url),
+        *("--endpoint-type", "chat", "--streaming", "--tokenizer", str(target.model)),
         *("--use-server-token-count", "--random-seed", str(seed), "--ui-type", "none"),
-        *("--num-conversations", str(SESSIONS), "--conversation-turn-mean", "3"),
-        *("--num-dataset-entries", str(SESSIONS), "--conversation-turn-stddev", "0"),
-        *("--user-context-prompt-length", str(PREFIX_TOKENS), "--isl", str(TURN_TOKENS)),
-        *("--osl", str(REPLY_TOKENS), "--extra-inputs", "ignore_eos:true"),
-        *("--concurrency", str(SESSIONS), "--artifact-dir", str(folder / "aiperf")),
+        *("--extra-inputs", "ignore_eos:true", "--artifact-dir", str(folder / "aiperf")),
         *arguments,
     )
     found = json.loads((folder / "aiperf/profile_export_aiperf.json").read_text())
     ended = {x["error_details"]["type"]: x["count"] for x in found["error_summary"]}
     cancelled = ended.pop("RequestCancellationError", 0)
-    cached = found.get("total_usage_prompt_cache_read_tokens", {}).get("avg", 0)
+    records = map(json.loads, (folder / "aiperf/profile_export.jsonl").read_text().splitlines())
+    # AgentX begins with requests that its figures leave out.
+    early = [x for x in records if x["metadata"]["benchmark_phase"] == "warmup"]
+    cached = found.get(f"total_{_CACHE_READ}", {}).get("avg", 0)
+    # A usage without cached tokens does not name them.
+    cached += sum(x["metrics"].get(_CACHE_READ, {}).get("value", 0) for x in early)
     return Report(
         int(found["request_count"]["avg"]),
         sum(ended.values()),
@@ -262,6 +353,7 @@ def _aiperf(server: Server, seed: int, folder: Path, *arguments: str) -> Report:
         found["request_throughput"]["avg"],
         cancelled,
         None if cancelled else int(cached),  # a cancelled request has no usage
+        len(early),
     )
 
 
@@ -299,35 +391,35 @@ def _run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def _counted(server: Server, *names: str) -> int:
-    server.complete([1, 2, 3], max_tokens=1)  # an engine publishes metrics with a step
-    return int(sum(value for name in names for _, value in server.series(name)))
+def run_client(
+    client: Client, target: Target, servers: Sequence[Server], turn: int, folder: Path
+) -> Run:
+    """Run a client; add what the servers behind its target counted meanwhile."""
+    before = _counted(servers)
+    report = client(target, turn, folder)
+    return Run(report, *(now - then for now, then in zip(_counted(servers), before, strict=True)))
 
 
-def _measured(client: Client, server: Server, turn: int, folder: Path) -> Run:
-    names = (
-        "heterocache_hit_tokens_total",
-        "vllm:external_prefix_cache_hits_total",
-        "vllm:prefix_cache_hits_total",
-    )
-    before = [_counted(server, name) for name in names]
-    report = client(server, turn, folder)
-    gained = [_counted(server, name) - then for name, then in zip(names, before, strict=True)]
-    return Run(report, *gained)
+def _counted(servers: Sequence[Server]) -> list[int]:
+    for server in servers:
+        server.complete([1, 2, 3], max_tokens=1)  # an engine publishes metrics with a step
+    return [
+        int(sum(value for server in servers for _, value in server.series(name)))
+        for name in (
+            "heterocache_hit_tokens_total",
+            "vllm:external_prefix_cache_hits_total",
+            "vllm:prefix_cache_hits_total",
+        )
+    ]
 
 
 def measure(clients: Mapping[str, Client], rounds: int, folder: Path) -> dict[str, Any]:
     """Run each client against both servers, by turns; return the runs by client and server."""
-    engine_args = {
-        "num_gpu_blocks_override": KV_TOKENS // BLOCK_TOKENS,
-        "max_model_len": KV_TOKENS // 2,
-        "max_num_seqs": 4,
-    }
     checkpoint = write_checkpoint(MODEL, Path(".cache/checkpoints").resolve())
     configs = {"without": None, "with": kv_transfer_config({"dram_gib": 6})}
     with ExitStack() as stack:
         servers = {
-            name: Server(checkpoint, folder / f"{name}.log", config, engine_args)
+            name: Server(checkpoint, folder / f"{name}.log", config, ENGINE_ARGUMENTS)
             for name, config in configs.items()
         }
         for server in servers.values():
@@ -343,26 +435,38 @@ def measure(clients: Mapping[str, Client], rounds: int, folder: Path) -> dict[st
                 for name in order:
                     own = folder / f"{client}-{turn}-{name}"
                     own.mkdir()
-                    done = _measured(run, servers[name], turn, own)
+                    server = servers[name]
+                    target = Target(server.url, server.model)
+                    done = run_client(run, target, [server], turn, own)
                     print(f"{client} {turn} {name}: {done}", file=sys.stderr)
                     if turn:
                         runs[client][name].append(done)
     return runs
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.clients")
+def argument_parser(module: str) -> argparse.ArgumentParser:
+    """Return the options of a benchmark with clients of others."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}")
     parser.add_argument("--lmbenchmark", type=Path, help="a checkout of LMCache/LMBenchmark")
     parser.add_argument("--only", nargs="*", help="names of clients")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each client (default 3)")
     parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
-    arguments = parser.parse_args()
-    stop_servers_on_sigterm()
+    return parser
+
+
+def chosen(arguments: argparse.Namespace) -> dict[str, Client]:
+    """Return the clients that the options ask for, by name."""
     clients = dict(CLIENTS)
     if arguments.lmbenchmark:
         clients["lmbenchmark"] = lmbenchmark(arguments.lmbenchmark)
-    if arguments.only:
-        clients = {name: clients[name] for name in arguments.only}
+    return {name: clients[name] for name in arguments.only or clients}
+
+
+def main() -> None:
+    parser = argument_parser("clients")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each client (default 3)")
+    arguments = parser.parse_args()
+    stop_servers_on_sigterm()
+    clients = chosen(arguments)
     with tempfile.TemporaryDirectory(prefix="heterocache-clients-") as folder:
         runs = measure(clients, arguments.rounds, Path(folder))
     text, figures = summarised(runs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.clients import KV_TOKENS, Report, Run, summarised, trace_of
+from itertools import pairwise
+
+from benchmarks.clients import KV_TOKENS, Report, Run, agent_trace, summarised, trace_of
 
 
 def run(ttft_s: float, requests_per_s: float, restored: int = 0, **report: int) -> Run:
@@ -22,6 +24,18 @@ def test_a_trace_does_not_fit_the_engines_cache_and_shares_nothing_with_the_next
     one, other = ({x for line in trace_of(turn) for x in line["hash_ids"]} for turn in (1, 2))
     assert not one & other
     assert sum(line["input_length"] for line in trace_of(1)[:10]) > 2 * KV_TOKENS
+
+
+def test_an_agent_goes_on_where_it_was_while_the_one_that_it_starts_begins_anew() -> None:
+    first, second, other, third, fourth = agent_trace("a")["requests"]
+    turns = [turn["hash_ids"] for turn in (first, second, third, fourth)]
+    for before, after in pairwise(turns):
+        assert after[: len(before)] == before
+        assert len(after) > len(before)
+    begun, goes_on = (turn["hash_ids"] for turn in other["requests"])
+    assert goes_on[: len(begun)] == begun
+    assert not set(begun) & set(turns[-1])
+    assert second["t"] < other["t"] < third["t"]
 
 
 def test_ratios_are_of_runs_that_were_made_together() -> None:
