@@ -152,8 +152,9 @@ bench: venv  ## Figures and plots
 	$(RUN) -m benchmarks.xpyd --json
 	$(RUN) docs/generate.py
 
-bench-clients: venv $(CLIENTS)/.stamp  ## Load generators of others, with and without the connector; LMBENCHMARK=checkout
+bench-clients: venv $(CLIENTS)/.stamp  ## Load generators of others, with and without the connector, and through the router; LMBENCHMARK=checkout
 	$(RUN) -m benchmarks.clients $(if $(LMBENCHMARK),--lmbenchmark $(LMBENCHMARK)) --json
+	$(RUN) -m benchmarks.router_clients $(if $(LMBENCHMARK),--lmbenchmark $(LMBENCHMARK)) --json
 
 # Each client brings libraries that others would not have.
 $(CLIENTS)/.stamp:

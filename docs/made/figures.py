@@ -246,6 +246,23 @@ FIGURES: Mapping[str, Mapping[str, Figure]] = {
         "silent": Figure("Requests that ended otherwise", "<= 0"),
         "hung": Figure("Requests that took over a minute", "<= 0"),
     },
+    "router_clients": {
+        "requests": Figure("Requests that clients of others had answered through the router"),
+        "cancelled": Figure("Requests that they left"),
+        "errors": Figure("Requests that failed, were sent again or were cut", "<= 0"),
+        "uncounted": Figure(
+            "Requests by which their reports, the router's answers and its placements differ",
+            "<= 0",
+        ),
+        "cached_mismatch": Figure("Tokens by which counts of cached tokens differ", "<= 0"),
+        "exact_share": Figure("Share of placements that were `exact`"),
+        "returned": Figure("Requests whose prompt begins as one that was answered before"),
+        "stayed_share": Figure("Share of them that went to a worker that had answered it"),
+        "reused_share": Figure(
+            "Prompt tokens that were not computed again, over those of these beginnings in whole "
+            "chunks"
+        ),
+    },
     "faults": {
         "rounds": Figure("Rounds with injected faults"),
         "wrong_answers": Figure("Rounds with a wrong answer", "<= 0"),
@@ -280,6 +297,7 @@ _TITLES = {
     "router_identity": "Identifying a router's prompts",
     "router": "The router",
     "router_overload": "The router under ten times its load",
+    "router_clients": "Clients of others through the router",
     "faults": "Faults and big tiers",
     "scheduling": "Placing requests",
     "simulator": "The simulator",
