@@ -125,7 +125,11 @@ class PolicyPlacer:
         self._roles: dict[str, Role] = {}
         """The role of each worker."""
         self._accepting = frozenset[str]()
-        """The candidates of the last request."""
+        """The workers that the ledger takes to accept requests: the candidates of the last one."""
+        self._candidates: Sequence[Worker] = ()
+        """The candidates of the last request; empty if the workers have changed since."""
+        self._by_name: dict[str, Worker] = {}
+        """These, by name."""
         self._can_hand_off = False
         """True if all workers read from each other."""
         self._sessions = BoundedDict[str, _Session](self._limits.max_sessions)
@@ -149,7 +153,7 @@ class PolicyPlacer:
             self._ledger = make(fleet, self._limits)
         else:
             self._ledger.set_fleet(fleet, now_s)
-        self._accepting = frozenset(self._roles)
+        self._accepting, self._candidates = frozenset(self._roles), ()
         for name in self._roles:
             self._ledger.accepts(name, True)
 
@@ -235,15 +239,10 @@ class PolicyPlacer:
         now_s: float,
     ) -> Placed:
         """Choose a worker. Nothing here waits, so the ledger is as `on_sent` will find it."""
-        by_name = {worker.name: worker for worker in candidates}
-        if self._ledger is None or not by_name.keys() <= self._roles.keys():
-            roles = self._roles | {name: x.address.role for name, x in by_name.items()}
-            self.set_workers(roles, now_s)
-        ledger = self._ledger
+        if candidates != self._candidates:  # seldom, and a comparison costs less than names
+            self._set_candidates(candidates, now_s)
+        ledger, by_name = self._ledger, self._by_name
         assert ledger is not None  # there is a candidate
-        for name in self._accepting ^ by_name.keys():
-            ledger.accepts(name, name in by_name)
-        self._accepting = frozenset(by_name)
         session_id = _session_id(request, body)
         if isinstance(ledger, SharedLedger):
             view = view.with_doubts(ledger.doubts(now_s))
@@ -283,6 +282,18 @@ class PolicyPlacer:
             view=view,
             decoded=decoded,
         )
+
+    def _set_candidates(self, candidates: Sequence[Worker], now_s: float) -> None:
+        """Make these the workers that accept requests."""
+        by_name = {worker.name: worker for worker in candidates}
+        if self._ledger is None or not by_name.keys() <= self._roles.keys():
+            roles = self._roles | {name: x.address.role for name, x in by_name.items()}
+            self.set_workers(roles, now_s)
+        assert self._ledger is not None  # there is a candidate
+        for name in self._accepting ^ by_name.keys():
+            self._ledger.accepts(name, name in by_name)
+        self._accepting = frozenset(by_name)
+        self._candidates, self._by_name = list(candidates), by_name
 
     def _step(
         self,

@@ -110,10 +110,11 @@ class WorkerSet:
 
     def usable(self, request: RouterRequest, tried: Container[object] = ()) -> list[Worker]:
         """Return the workers that could take the request now, or after others have ended."""
+        up = WorkerState.UP  # to look up a member takes as long as the rest
         return [
             worker
             for worker in self._workers.values()
-            if worker.state is WorkerState.UP
+            if worker.state is up
             and not worker.address.is_draining
             and worker not in tried
             and worker.has_model(request.model)
