@@ -66,6 +66,6 @@ class Conductor:
         found = accepting_workers(pricing, fleet.decode_pool)
         table = pricing.table
         context = table.context_tokens + step.prompt_tokens
-        step_s = table.decode_step_s + (table.running + 1.0) * table.decode_s
-        step_s = step_s + context * table.context_s
+        step_s = table.machine.decode_step_s + (table.running + 1.0) * table.machine.decode_s
+        step_s = step_s + context * table.machine.context_s
         return min(found, key=step_s.__getitem__)

@@ -53,7 +53,7 @@ class DynamoKv:
         for name, prefix in step.prefixes.items():
             if name in fleet.index:
                 overlap[fleet.index[name]] = prefix.local_tokens / step.prompt_tokens
-        usage = table.hbm_used / table.hbm_bytes
+        usage = table.hbm_used / table.machine.hbm_bytes
         waiting = table.waiting / max(table.waiting.max(), 1.0)
         logits: Floats = self.overlap_weight * overlap - usage - waiting
         return logits

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.cost_model import CostModel
 from ownership.scheduling.footprint import StateFootprint
+from ownership.scheduling.fullness import copy_factor
 
 Floats = NDArray[np.float64]
+Number = TypeVar("Number")
 
 _ONE_STEP = 2.0**53
 """Tokens of a step if there is no limit."""
@@ -93,9 +95,101 @@ class Link(NamedTuple):
     """The slower of this and the reader's own rate counts."""
 
 
+class Machine(NamedTuple, Generic[Number]):
+    """Figures of a worker besides its load; or of all workers, as a `WorkerTable` has them."""
+
+    hbm_bytes: Number
+    cache_bytes: Number
+    step_s: Number
+    token_s: Number
+    attention_s: Number
+    step_tokens: Number
+    dram_latency_s: Number
+    dram_token_s: Number
+    dram_checkpoint_s: Number
+    ssd_latency_s: Number
+    ssd_token_s: Number
+    ssd_checkpoint_s: Number
+    ssd_ahead_s: Number
+    peer_latency_s: Number
+    peer_token_s: Number
+    peer_checkpoint_s: Number
+    peer_ahead_s: Number
+    decode_step_s: Number
+    decode_s: Number
+    context_s: Number
+    mixed_s: Number
+    delay_token_s: Number
+    delay_attention_s: Number
+
+
+class MachineTerms(NamedTuple):
+    """The terms of prices that follow from machines alone, each `[workers]`."""
+
+    prefill_step_s: Floats
+    """`[2, 1, workers]`: of computing, and of the delay of one decode by it."""
+    prefill_token_s: Floats
+    half_attention_s: Floats
+    full_step_s: Floats
+    """A full step that has no context before it."""
+    context_step_s: Floats
+    """What a token of context adds to it."""
+    dram_start_s: Floats
+    """A load from DRAM of no tokens."""
+
+    @classmethod
+    def of(cls, machine: Machine[Floats]) -> MachineTerms:
+        size, attention_s = machine.step_tokens, machine.attention_s
+        half_s = 0.5 * np.array(((attention_s,), (machine.delay_attention_s,)))
+        return cls(
+            np.array(((machine.step_s,), (machine.mixed_s,))),
+            np.array(((machine.token_s,), (machine.delay_token_s,))),
+            half_s,
+            machine.step_s + size * (machine.token_s + 0.5 * size * attention_s),
+            size * attention_s,
+            machine.dram_checkpoint_s + machine.dram_latency_s,
+        )
+
+
+class LoadTerms(NamedTuple, Generic[Number]):
+    """The terms of prices that follow from a worker's load, whatever the step is."""
+
+    queue_s: Number
+    """`CostModel.queue_s`: until the queued tokens are computed."""
+    free_bytes: Number
+    """Pages that are not in use."""
+    batch_s: Number
+    """A decode step of its requests."""
+    ssd_wait_s: Number
+    """Before a load from SSD moves its first byte."""
+    peer_wait_s: Number
+    copy_factor: Number
+    """Of the price of a copy (`fullness`)."""
+    closed_s: Number
+    """Infinite if it accepts no requests, else 0."""
+
+    @classmethod
+    def of(cls, load: WorkerLoad, machine: Machine[float], token_bytes: float) -> LoadTerms[float]:
+        """`token_bytes`: a token's state, all ranks together."""
+        queued, context = load.queued_tokens, load.context_tokens
+        decoding_s = load.running_requests * machine.decode_s + context * machine.context_s
+        return LoadTerms(
+            math.ceil(queued / machine.step_tokens) * machine.step_s + queued * machine.token_s,
+            machine.hbm_bytes - load.hbm_used_bytes,
+            machine.decode_step_s + decoding_s,
+            machine.ssd_latency_s + load.ssd_bytes * machine.ssd_ahead_s,
+            machine.peer_latency_s + load.peer_bytes * machine.peer_ahead_s,
+            copy_factor(context + load.returning_tokens, machine.cache_bytes, token_bytes),
+            0.0 if load.accepting else math.inf,
+        )
+
+
 class WorkerTable(NamedTuple):
     """The fleet's figures at one moment: each is `[workers] float64`, in the order of names."""
 
+    machine: Machine[Floats]
+    machine_terms: MachineTerms
+    load_terms: LoadTerms[Floats]
     queued_tokens: Floats
     waiting: Floats
     running: Floats
@@ -109,34 +203,10 @@ class WorkerTable(NamedTuple):
     """1 or 0."""
     returning: Floats
     returning_tokens: Floats
-    hbm_bytes: Floats
-    cache_bytes: Floats
-    step_s: Floats
-    token_s: Floats
-    attention_s: Floats
-    step_tokens: Floats
-    dram_latency_s: Floats
-    dram_token_s: Floats
-    dram_checkpoint_s: Floats
-    ssd_latency_s: Floats
-    ssd_token_s: Floats
-    ssd_checkpoint_s: Floats
-    ssd_ahead_s: Floats
-    peer_latency_s: Floats
-    peer_token_s: Floats
-    peer_checkpoint_s: Floats
-    peer_ahead_s: Floats
-    decode_step_s: Floats
-    decode_s: Floats
-    context_s: Floats
-    mixed_s: Floats
-    delay_token_s: Floats
-    delay_attention_s: Floats
 
 
 _NUM_LOADS = len(WorkerLoad._fields)
 _IDLE = np.array(IDLE, np.float64)
-_COMPUTE = slice(WorkerTable._fields.index("step_s"), WorkerTable._fields.index("step_tokens") + 1)
 
 
 class FleetView:
@@ -173,10 +243,10 @@ class FleetView:
         """
         fleet = cls.__new__(cls)
         fleet._set_workers(footprint, sorted(roles.items()))
-        for name, at in fleet.index.items():
-            if len(figures[name]) != len(WorkerTable._fields) - _NUM_LOADS:
+        for name in fleet.names:
+            if len(figures[name]) != len(Machine._fields):
                 raise ValueError(f"not the figures of worker {name!r}")
-            fleet._table[_NUM_LOADS:, at] = figures[name]
+            fleet._machines[name] = Machine(*figures[name])
             fleet.set_load(name, IDLE)
         fleet.links = None
         return fleet
@@ -191,7 +261,12 @@ class FleetView:
         self.roles = tuple(role for _, role in workers)
         self.prefill_pool = _pool(self.roles, Role.PREFILL)
         self.decode_pool = _pool(self.roles, Role.DECODE)
-        self._table: Floats = np.zeros((len(WorkerTable._fields), len(workers)))
+        self._machines: dict[str, Machine[float]] = {}
+        self._known: tuple[Machine[Floats], MachineTerms] | None = None
+        """What tables share of machines; None if one has changed."""
+        self._loads: Floats = np.zeros((_NUM_LOADS + len(LoadTerms._fields), len(workers)))
+        """Loads and their terms: these are computed when a load changes, because between two
+        decisions few do."""
         self.prefill_demand = 0.0
         """Workers that the prefills placed lately keep busy (`roles.PrefillDemand`)."""
 
@@ -209,35 +284,38 @@ class FleetView:
         compute = costs.compute.coefficients
         step_tokens = costs.step_tokens or _ONE_STEP
         sizes = (worker.hbm_bytes, worker.cache_bytes)
-        figures = (*worker.load, *sizes, *compute, step_tokens, *paces, *costs.delays())
-        self._table[:, self.index[worker.name]] = figures
+        machine = Machine(*sizes, *compute, step_tokens, *paces, *costs.delays())
+        if worker.name not in self.index:
+            raise KeyError(worker.name)
+        self._machines[worker.name], self._known = machine, None
+        self.set_load(worker.name, worker.load)
 
     def set_load(self, name: str, load: WorkerLoad) -> None:
         """Set only the load, which changes all the time. Raises KeyError for an unknown worker."""
-        self._table[:_NUM_LOADS, self.index[name]] = load
+        terms = LoadTerms.of(load, self._machines[name], self.footprint.all_token_bytes)
+        self._loads[:, self.index[name]] = (*load, *terms)
 
     def hbm_bytes(self, name: str) -> int:
         """Return the size of a worker's KV pages. Raises KeyError for an unknown worker."""
-        return int(self._table[_NUM_LOADS, self.index[name]])
+        return int(self._machines[name].hbm_bytes)
 
     def compute_s(self, name: str, prompt_tokens: int, new_tokens: int) -> float:
         """Return the seconds in which a worker computes the last `new_tokens` of a prompt.
 
         Raises KeyError for an unknown worker.
         """
-        step_s, token_s, attention_s, step_tokens = self._table[_COMPUTE, self.index[name]].tolist()
-        seconds: float = new_tokens * (token_s + attention_s * (prompt_tokens - 0.5 * new_tokens))
-        seconds += math.ceil(new_tokens / step_tokens) * step_s
-        return seconds
+        machine = self._machines[name]
+        attention_s = machine.attention_s * (prompt_tokens - 0.5 * new_tokens)
+        steps = math.ceil(new_tokens / machine.step_tokens)
+        return new_tokens * (machine.token_s + attention_s) + steps * machine.step_s
 
     def figures(self) -> dict[str, list[float]]:
-        """Return all figures of each worker but its load, in the order of `WorkerTable`."""
-        rows = self._table[_NUM_LOADS:].T.tolist()
-        return dict(zip(self.names, rows, strict=True))
+        """Return all figures of each worker but its load, in the order of `Machine`."""
+        return {name: [float(x) for x in machine] for name, machine in self._machines.items()}
 
     def busy_loads(self) -> dict[str, list[float]]:
         """Return the loads of the workers that are not idle, each in the order of `WorkerLoad`."""
-        loads = self._table[:_NUM_LOADS]
+        loads = self._loads[:_NUM_LOADS]
         busy = np.flatnonzero((loads.T != _IDLE).any(axis=1))
         rows = loads[:, busy].T.tolist()
         return {self.names[at]: row for at, row in zip(busy.tolist(), rows, strict=True)}
@@ -247,15 +325,21 @@ class FleetView:
 
         Raises KeyError for an unknown worker, ValueError for a load that is none.
         """
-        self._table[:_NUM_LOADS] = _IDLE[:, None]
+        for name in self.names:
+            self.set_load(name, IDLE)
         for name, load in loads.items():
             if len(load) != _NUM_LOADS:
                 raise ValueError(f"not a load of worker {name!r}: {load}")
-            self._table[:_NUM_LOADS, self.index[name]] = load
+            self.set_load(name, WorkerLoad(*load))  # type: ignore[arg-type]
 
     def table(self) -> WorkerTable:
-        """Return a copy of the present figures, so that a decision can be explained later."""
-        return WorkerTable(*self._table.copy())
+        """Return the present figures. They stay so, that a decision can be explained later."""
+        if self._known is None:
+            columns = [self._machines[name] for name in self.names]
+            machine = Machine(*np.array(columns, np.float64).T.copy())
+            self._known = machine, MachineTerms.of(machine)
+        loads = self._loads.copy()
+        return WorkerTable(*self._known, LoadTerms(*loads[_NUM_LOADS:]), *loads[:_NUM_LOADS])
 
     def _links(self, links: Mapping[tuple[str, str], Link]) -> Floats:
         table = np.zeros((2, len(self), len(self)))

@@ -8,10 +8,6 @@ first by its own ledger, at once, and asks for the second once.
 
 from __future__ import annotations
 
-import numpy as np
-
-from ownership.scheduling.fleet import Floats, WorkerTable
-
 _FULL = 0.5
 """The share of a cache, needed by such sessions, at which a copy costs what it does where the size
 is unknown. It is not 1, because eviction does not know what is needed."""
@@ -19,15 +15,13 @@ _LEAST, _MOST = 1.0 / 6.0, 3.0
 """Bounds of the factor. Copies that are free made agents move for nothing."""
 
 
-def copy_factors(table: WorkerTable, token_bytes: float) -> Floats:
-    """Return the factor of each worker's price of a copy, `[workers]`; 1 if its size is unknown.
+def copy_factor(needed_tokens: float, cache_bytes: float, token_bytes: float) -> float:
+    """Return the factor of a worker's price of a copy; 1 if the size of its cache is unknown.
 
-    `token_bytes`: a token's state, all ranks together.
+    `needed_tokens`: of the sessions under way and expected back. `token_bytes`: a token's state,
+    all ranks together.
     """
-    is_known = table.cache_bytes > 0.0
-    factors: Floats = table.context_tokens + table.returning_tokens
-    factors *= token_bytes / _FULL
-    factors /= np.maximum(table.cache_bytes, 1.0)
-    np.minimum(factors, _MOST, out=factors)
-    np.maximum(factors, _LEAST, out=factors)
-    return factors if is_known.all() else np.where(is_known, factors, 1.0)
+    if cache_bytes <= 0.0:
+        return 1.0
+    factor = needed_tokens * (token_bytes / _FULL) / max(cache_bytes, 1.0)
+    return max(_LEAST, min(_MOST, factor))

@@ -66,9 +66,9 @@ class PredictedLatency:
         """
         table = pricing.table
         context = table.context_tokens + step.prompt_tokens
-        step_s = table.decode_step_s + (table.running + 1.0) * table.decode_s
-        delay_s = table.queued_tokens * table.delay_token_s / max(step.output_tokens, 1.0)
-        token_s: Floats = step_s + context * table.context_s + delay_s
+        step_s = table.machine.decode_step_s + (table.running + 1.0) * table.machine.decode_s
+        delay_s = table.queued_tokens * table.machine.delay_token_s / max(step.output_tokens, 1.0)
+        token_s: Floats = step_s + context * table.machine.context_s + delay_s
         return token_s
 
     def _with_prefix(

@@ -15,13 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ownership.scheduling.fleet import FleetView, Floats, WorkerTable
-from ownership.scheduling.fullness import copy_factors
 from ownership.scheduling.roles import Leaning
 from ownership.scheduling.step import Step
 from ownership.scheduling.weights import PlacementWeights
 
 _DEPTHS = 3
-"""Tiers from which a worker can resume: HBM, DRAM, SSD."""
+"""Tiers from which a worker can resume: HBM, DRAM, SSD. The last ones are left out if they have
+nothing more."""
 
 
 class PrefillTerms(NamedTuple):
@@ -69,10 +69,8 @@ class PrefillPricing:
         self.resident: Floats = np.maximum(self._in_hbm, self.readable)
         """`[workers]`: tokens that each has in HBM or DRAM."""
         prompt_bytes = page_bytes * self._tokens
-        self.queue_s = self._queued() + self._page_wait(
-            prompt_bytes, prompt_bytes + page_bytes * step.output_tokens
-        )
-        self._depths = _DEPTHS if step.prefixes else 1
+        self.queue_s = self._queue_s(prompt_bytes, prompt_bytes + page_bytes * step.output_tokens)
+        self._depths = _depths(step)
         self.resume = self._resume()
         """`[rows, workers]`: the token from which the engine computes."""
         self._copy_s = self._copies(weights)
@@ -99,40 +97,44 @@ class PrefillPricing:
 
     def terms(self, row: int, worker: int) -> PrefillTerms:
         """Return the terms of one row of one worker."""
-        queue_s, network_s, ssd_s, exposed_s, compute_s, delay_s = (
-            x.item(worker)
-            for x in (
-                self.queue_s, self._network_s[row], self._ssd_s[row], self._exposed_s[row],
-                self._compute_s[row], self._delay_s[row],
-            )
-        )  # fmt: skip
+        queue_s, delay_s = self.queue_s.item(worker), self._delay_s.item(row, worker)
+        source, ssd_s, network_s = row - self._depths, 0.0, 0.0
+        if 0 <= source < len(self.sources):
+            network_s = self._network_s.item(source, worker)
+        elif row == _DEPTHS - 1:
+            ssd_s = self._ssd_s.item(worker)
         leaning = 0.0 if self._leaning is None else self._leaning.delay.item(worker) - 1.0
         return PrefillTerms(
             queue_s,
             max(network_s - queue_s, 0.0),
-            max(ssd_s - max(queue_s, network_s), 0.0) + exposed_s,
-            compute_s,
+            max(ssd_s - queue_s, 0.0) + self._exposed_s.item(row, worker),
+            self._compute_s.item(row, worker),
             delay_s,
-            self._copy_s[0 if row >= 0 else 1].item(worker),
+            self._copy_s.item(0 if row >= 0 else 1, worker),
             self._stall * delay_s * leaning,
         )
 
     def _price(self) -> None:
         """Compute time, load time and the price for others, each `[rows, workers]`."""
-        table, tokens, size = self._table, self._tokens, self._table.step_tokens
-        resume, rest = self.resume, tokens - self.resume
-        steps = np.ceil(rest / size)
-        self._compute_s = self._polynomial(rest, table.token_s, table.attention_s)
-        self._compute_s += steps * table.step_s
-        loaded = resume - self._in_hbm
-        dram_s = loaded * table.dram_token_s + (table.dram_checkpoint_s + table.dram_latency_s)
-        dram_s *= loaded > 0.0
-        full_s = table.step_s + size * (table.token_s + 0.5 * size * table.attention_s)
-        first_s = np.minimum(resume * (size * table.attention_s) + full_s, self._compute_s)
-        self._exposed_s = dram_s * self._per_layer - np.minimum(dram_s, first_s)
-        self._delay_s = self._polynomial(rest, table.delay_token_s, table.delay_attention_s)
-        self._delay_s += steps * table.mixed_s
+        table, machine, fixed = self._table, self._table.machine, self._table.machine_terms
+        resume, rest = self.resume, self._tokens - self.resume
+        half_s = fixed.half_attention_s
+        both_s = resume * half_s  # `attention_work` of the rest is rest (tokens + resume) / 2
+        both_s += fixed.prefill_token_s + half_s * self._tokens
+        both_s *= rest
+        both_s += np.ceil(rest / machine.step_tokens) * fixed.prefill_step_s
+        self._compute_s, self._delay_s = both_s
         self._delay_s *= table.running
+        loaded = resume - self._in_hbm
+        dram_s = loaded * machine.dram_token_s
+        dram_s += fixed.dram_start_s
+        dram_s *= loaded > 0.0
+        first_s = resume * fixed.context_step_s
+        first_s += fixed.full_step_s
+        np.minimum(first_s, self._compute_s, out=first_s)
+        np.minimum(dram_s, first_s, out=first_s)
+        self._exposed_s = dram_s * self._per_layer
+        self._exposed_s -= first_s
         self.active_s: Floats = self._exposed_s + self._compute_s
         """Seconds from the first page filled to the last token computed."""
         self.price_s: Floats = self._stall * self._delay_s
@@ -141,46 +143,39 @@ class PrefillPricing:
             self.price_s *= self._leaning.delay
         self.price_s[:-1] += self._copy_s[0]
         self.price_s[-1] += self._copy_s[1]
-        self._network_s, self._ssd_s = np.zeros((2, *resume.shape))
-        if self._depths == _DEPTHS:
-            self._ssd_s[_DEPTHS - 1] = self._from_ssd()
-        staged_s = self._ssd_s
-        if self.sources:
-            lacking = resume[self.source_rows] - self.resident
-            self._network_s[self.source_rows] = self._network(lacking, self.sources)
-            staged_s = staged_s + self._network_s
-        self.ready_s: Floats = np.maximum(staged_s, self.queue_s) + self.active_s
+        self.ready_s: Floats = self.active_s + self.queue_s
         """Until the prompt is computed; infinite if a source has nothing that is missing."""
+        if self._depths == _DEPTHS:
+            self._ssd_s = self._from_ssd()
+            staged_s = np.maximum(self._ssd_s, self.queue_s)
+            self.ready_s[_DEPTHS - 1] = staged_s + self.active_s[_DEPTHS - 1]
         if self.sources:
-            self.ready_s[self.source_rows][lacking <= 0.0] = np.inf
-
-    def _polynomial(self, rest: Floats, token_s: Floats, attention_s: Floats) -> Floats:
-        """Return `[rows, workers]`: token_s x rest + attention_s x `attention_work` of the rest."""
-        half_s = 0.5 * attention_s
-        # attention_work of the rest is rest (tokens + resume) / 2
-        seconds: Floats = self.resume * half_s
-        seconds += token_s + half_s * self._tokens
-        seconds *= rest
-        return seconds
+            at = self.source_rows
+            lacking = resume[at] - self.resident
+            self._network_s = self._network(lacking, self.sources)
+            fetched_s = np.maximum(self._network_s, self.queue_s)
+            fetched_s += self.active_s[at]
+            np.putmask(fetched_s, lacking <= 0.0, np.inf)
+            self.ready_s[at] = fetched_s
 
     def _resume(self) -> Floats:
         rows = np.empty((self._depths + len(self.sources) + 1, len(self.resident)))
         rows[0] = self._in_hbm
-        if self._depths == _DEPTHS:
+        if self._depths > 1:
             rows[1] = self.resident
+        if self._depths == _DEPTHS:
             np.maximum(self.resident, self._on_ssd, out=rows[2])
         if self.sources:
-            rows[self.source_rows] = self.readable[self.sources][:, None]
-            np.maximum(rows, self._in_hbm, out=rows)
+            readable = self.readable.take(self.sources)
+            np.maximum(readable[:, None], self._in_hbm, out=rows[self.source_rows])
         rows[-1] = self._tokens - 1.0
         return rows
 
     def _from_ssd(self) -> Floats:
         """Return `[workers]`: seconds of staging what is only on SSD."""
-        table, lacking = self._table, self.resume[_DEPTHS - 1] - self.resident
-        overhead_s = table.ssd_latency_s + table.ssd_bytes * table.ssd_ahead_s
-        moved_s: Floats = lacking * table.ssd_token_s
-        moved_s += table.ssd_checkpoint_s + overhead_s
+        machine, lacking = self._table.machine, self.resume[_DEPTHS - 1] - self.resident
+        moved_s: Floats = lacking * machine.ssd_token_s
+        moved_s += machine.ssd_checkpoint_s + self._table.load_terms.ssd_wait_s
         moved_s *= lacking > 0.0
         return moved_s
 
@@ -189,21 +184,22 @@ class PrefillPricing:
 
         `sources` None: from every worker; the result is `[1, workers]` if all are equal.
         """
-        table = self._table
-        outgoing = table.outgoing_bytes if sources is None else table.outgoing_bytes[sources]
-        overhead_s = table.peer_latency_s + table.peer_bytes * table.peer_ahead_s
-        moved_s = tokens * table.peer_token_s + table.peer_checkpoint_s
-        pace: Floats = table.peer_ahead_s
+        machine, outgoing = self._table.machine, self._table.outgoing_bytes
+        if sources is not None:
+            outgoing = outgoing.take(sources)
+        moved_s = tokens * machine.peer_token_s
+        moved_s += machine.peer_checkpoint_s
+        pace: Floats = machine.peer_ahead_s
         if self._links is not None:
             latency_s, link = self._links if sources is None else self._links[:, sources]
             token_bytes, checkpoint_bytes = self._state_bytes
             moved_s = np.maximum(moved_s, (tokens * token_bytes + checkpoint_bytes) * link)
             moved_s += latency_s
             pace = np.maximum(pace, link)
-        seconds: Floats = moved_s + overhead_s
+        moved_s += self._table.load_terms.peer_wait_s
         if outgoing.any():
-            seconds = seconds + outgoing[:, None] * pace
-        return np.atleast_2d(seconds)
+            moved_s = moved_s + outgoing[:, None] * pace
+        return np.atleast_2d(moved_s)
 
     def _prefixes(self, step: Step, fleet: FleetView) -> Floats:
         """Return `[3, workers]`: tokens in HBM, in DRAM, in DRAM or SSD.
@@ -226,36 +222,42 @@ class PrefillPricing:
         """
         own = np.maximum(self.resident, self._on_ssd)
         end = np.array(((own.max(),), (self._tokens - 1.0,)))
-        token_s = self._table.token_s + (0.5 * self._table.attention_s) * (end + own)
-        copied: Floats = (end - own) * token_s
+        token_s = end + own
+        token_s *= self._table.machine_terms.half_attention_s[0]
+        token_s += self._table.machine.token_s
+        copied: Floats = end - own
+        copied *= token_s
         if not (weights.fullness and self._has_session):
             copied *= weights.copy
             return copied
-        prices = weights.copy * copy_factors(self._table, self._state_bytes[0])
+        prices = weights.copy * self._table.load_terms.copy_factor
         copied[0] *= prices
         copied[1] *= np.maximum(prices, weights.copy)
         return copied
 
-    def _queued(self) -> Floats:
-        """Return `[workers]`: `CostModel.queue_s`."""
-        table = self._table
-        steps = np.ceil(table.queued_tokens / table.step_tokens)
-        queued_s: Floats = steps * table.step_s + table.queued_tokens * table.token_s
-        return queued_s
-
-    def _page_wait(self, prompt_bytes: float, needed_bytes: float) -> Floats | float:
-        """Return `[workers]`: seconds until there are enough pages; infinite if there never are.
+    def _queue_s(self, prompt_bytes: float, needed_bytes: float) -> Floats:
+        """Return `[workers]`: seconds until the queued tokens are computed and there are enough
+        pages; infinite if there never are.
 
         The answer's length is only expected: a prompt that fits alone is not given up for it.
 
         Pages that are cached and not in use are free, this prompt's prefix included. By Little's
         law, running requests free used bytes / residence per second.
         """
-        table = self._table
-        free = table.hbm_bytes - table.hbm_used
+        table, hbm_bytes = self._table, self._table.machine.hbm_bytes
+        queue_s, free = table.load_terms.queue_s, table.load_terms.free_bytes
         if free.min() >= needed_bytes:
-            return 0.0
+            return queue_s
         released_s = table.residence_s / np.maximum(table.hbm_used, 1.0)
-        wanted = np.minimum(needed_bytes, table.hbm_bytes)
-        waited_s = np.maximum(wanted - free, 0.0) * released_s
-        return np.where(prompt_bytes > table.hbm_bytes, np.inf, waited_s)
+        wanted = np.minimum(needed_bytes, hbm_bytes)
+        waited_s: Floats = np.maximum(wanted - free, 0.0) * released_s
+        waited_s = np.where(prompt_bytes > hbm_bytes, np.inf, waited_s)
+        return queue_s + waited_s
+
+
+def _depths(step: Step) -> int:
+    """Return from how many tiers, in their order, workers could have some more of the prompt."""
+    if not step.prefixes:
+        return 1
+    held = step.prefixes.values()
+    return _DEPTHS if any(x.ssd_tokens > max(x.hbm_tokens, x.dram_tokens) for x in held) else 2

@@ -52,10 +52,11 @@ class Leaning:
 
     def __init__(self, strength: float, workers: int, demand: float) -> None:
         """`strength`: the largest factor; 1 means no roles. `demand`: of `PrefillDemand`."""
-        share: Floats = min(demand, workers - 1.0) - np.arange(workers, dtype=np.float64)
-        np.maximum(share, 0.0, out=share)
-        np.minimum(share, 1.0, out=share)
-        self.decode: Floats = np.power(strength, share)
+        whole, part = divmod(min(demand, workers - 1.0), 1.0)
+        self.decode: Floats = np.ones(workers)
+        self.decode[: int(whole)] = strength
+        if part:
+            self.decode[int(whole)] = np.power(strength, part)
         """On a decode: above 1 where prefills are to be."""
         self.delay: Floats = strength / self.decode
         """On the delay of decodes by a prefill: above 1 where they are to be undisturbed."""

@@ -90,61 +90,55 @@ class StepPricing:
             self._step, self._fleet, self.table, self._weights, self.sources, self._leaning
         )
 
-    @cached_property
-    def local_row(self) -> NDArray[np.intp]:
-        """`[workers]`: the row of each worker's own tier from which resuming is cheapest."""
-        prefills = self.prefills
-        rows = prefills.local_rows
-        total_s: Floats = prefills.ready_s[rows] + prefills.price_s[rows]
-        row: NDArray[np.intp] = total_s.argmin(axis=0)
-        return row
-
-    @cached_property
+    @property
     def local_ready_s(self) -> Floats:
         """`[workers]`: seconds until the prompt is computed, with the worker's own state."""
-        return self._of_local_row(self.prefills.ready_s)
+        return self._local.ready_s
 
     @property
     def fetched_ready_s(self) -> Floats:
         """`[sources, workers]`: the same, with the source's state."""
         return self.prefills.ready_s[self.prefills.source_rows]
 
-    @cached_property
+    @property
     def local_total_s(self) -> Floats:
         """`[workers]`: cost of prefilling and decoding there without the network."""
-        total_s: Floats = self.local_ready_s + self._local_price_s + self._decoding_s
+        total_s: Floats = self._local.ready_s + self._local.price_s
+        total_s += self._decoding.price_s
         return total_s
 
-    @cached_property
+    @property
     def fetched_total_s(self) -> Floats:
         """`[sources, workers]`: cost of reading from a source, then prefilling and decoding."""
-        price_s = self.prefills.price_s[self.prefills.source_rows]
-        total_s: Floats = self.fetched_ready_s + price_s + self._decoding_s
+        rows = self.prefills.source_rows
+        total_s: Floats = self.prefills.ready_s[rows] + self.prefills.price_s[rows]
+        total_s += self._decoding.price_s
         return total_s
 
     @property
     def remote_least_s(self) -> float:
-        """A bound that no remote prefill goes below. It costs less than to price all pairs."""
-        prefills = self.prefills
-        there_s = self.local_ready_s + self._closed_s + self._local_price_s
-        here_s = prefills.active_s[-1] + prefills.price_s[-1] + self._decoding_s
-        if len(prefills.handoff_s) == 1:
-            here_s += prefills.handoff_s[0]
+        """A bound that no remote prefill goes below, as if the network took no time.
+
+        It costs far less than to price all pairs, and is nearly always enough.
+        """
+        prefills, local = self.prefills, self._local
+        there_s = local.ready_s + self.table.load_terms.closed_s + local.price_s
+        here_s = prefills.active_s[-1] + prefills.price_s[-1] + self._decoding.price_s
         least_s: float = there_s.min() + here_s.min()
         return least_s
 
-    @cached_property
+    @property
     def remote_total_s(self) -> Floats:
         """`[prefill, decode]`: cost of prefilling at one and decoding at another worker.
 
         Infinite on the diagonal.
         """
-        prefills = self.prefills
-        there_s = prefills.handoff_s + (self.local_ready_s + self._closed_s)[:, None]
+        prefills, local = self.prefills, self._local
+        there_s = prefills.handoff_s + (local.ready_s + self.table.load_terms.closed_s)[:, None]
         total_s: Floats = np.maximum(there_s, prefills.queue_s, out=there_s)
-        total_s += prefills.active_s[-1] + prefills.price_s[-1] + self._decoding_s
-        total_s += self._local_price_s[:, None]
-        total_s.flat[:: len(total_s) + 1] = np.inf
+        total_s += prefills.active_s[-1] + prefills.price_s[-1] + self._decoding.price_s
+        total_s += local.price_s[:, None]
+        np.fill_diagonal(total_s, np.inf)
         return total_s
 
     def terms(self, route: Route) -> PlacementTerms:
@@ -152,7 +146,7 @@ class StepPricing:
         prefills, at = self.prefills, route.prefill
         first = prefills.terms(self._row(route), at)
         if route.decode == at:
-            return self._terms(route, [first])
+            return self._terms(route, first)
         joined = prefills.terms(-1, route.decode)
         read_s = prefills.handoff_s
         network_s = read_s.item(at if len(read_s) > 1 else 0, route.decode)
@@ -160,7 +154,8 @@ class StepPricing:
         # Meanwhile the decoding worker works off its own queue.
         there_s = ready_s + network_s
         left_s = max(joined.queue_s - there_s, 0.0) if there_s < np.inf else 0.0
-        return self._terms(route, [first, joined._replace(queue_s=left_s, network_s=network_s)])
+        joined = joined._replace(queue_s=left_s, network_s=network_s)
+        return self._terms(route, PrefillTerms(*map(sum, zip(first, joined, strict=True))))
 
     def resume_tokens(self, route: Route) -> int:
         """Return the token from which the prefill worker computes."""
@@ -182,73 +177,70 @@ class StepPricing:
         """Return the row of `prefills` by which the prefill worker gets the prompt's state."""
         if route.source is not None:
             return self.prefills.row_of(route.source)
-        return int(self.local_row[route.prefill])
+        return self._local.row.item(route.prefill)
 
-    def _terms(self, route: Route, parts: Sequence[PrefillTerms]) -> PlacementTerms:
-        """Add up the parts, and decoding."""
-        queue_s, network_s, restore_s, compute_s, delay_s, copy_s, role_s = map(
-            sum, zip(*parts, strict=True)
-        )
-        decode_s, others_s = (x.item(route.decode) for x in self._decode_terms)
-        decode_role_s = 0.0
+    def _terms(self, route: Route, prefill: PrefillTerms) -> PlacementTerms:
+        """Return the terms of a route: `prefill`, and decoding."""
+        queue_s, network_s, restore_s, compute_s, delay_s, copy_s, role_s = prefill
+        decode_s, others_s, unleaning_s, _ = self._decoding
         if self._leaning is not None:
-            decoding_s = self._unleaning_s.item(route.decode)
-            decode_role_s = (self._leaning.decode.item(route.decode) - 1.0) * decoding_s
+            leaning = self._leaning.decode.item(route.decode) - 1.0
+            role_s += leaning * unleaning_s.item(route.decode)
         return PlacementTerms(
             queue_s,
             compute_s,
             network_s,
             restore_s,
-            decode_s,
-            self._weights.stall * (delay_s + others_s),
+            decode_s.item(route.decode),
+            self._weights.stall * (delay_s + others_s.item(route.decode)),
             copy_s,
-            role_s + decode_role_s,
+            role_s,
         )
 
-    def _of_local_row(self, values: Floats) -> Floats:
-        """Return `[workers]` from `[rows, workers]`."""
-        picked: Floats = values.take(self._local_at)
-        return picked
+    @cached_property
+    def _local(self) -> _Local:
+        prefills = self.prefills
+        depths, workers = prefills.local_rows.stop, len(prefills.resident)
+        ready_s, price_s = prefills.ready_s, prefills.price_s
+        if depths == 1:
+            return _Local(np.zeros(workers, np.intp), ready_s[0], price_s[0])
+        row = (ready_s[:depths] + price_s[:depths]).argmin(axis=0)
+        at = row * workers + np.arange(workers)  # in `[rows, workers]`
+        return _Local(row, ready_s.take(at), price_s.take(at))
 
     @cached_property
-    def _local_at(self) -> NDArray[np.intp]:
-        """`[workers]`: the place of each worker's `local_row` in `[rows, workers]`."""
-        workers = len(self.local_row)
-        at: NDArray[np.intp] = self.local_row * workers + np.arange(workers)
-        return at
-
-    @cached_property
-    def _local_price_s(self) -> Floats:
-        return self._of_local_row(self.prefills.price_s)
-
-    @cached_property
-    def _decode_terms(self) -> tuple[Floats, Floats]:
-        """`[workers]`: seconds of decoding, and the delay of the batch that it joins."""
-        step, table = self._step, self.table
-        tokens, output = float(step.prompt_tokens), step.output_tokens
-        own_s = output * (table.decode_s + tokens * table.context_s)
-        batch_s = table.running * table.decode_s + table.context_tokens * table.context_s
-        decode_s: Floats = own_s + output * (table.decode_step_s + batch_s)
-        if self._step.owner is None:
+    def _decoding(self) -> _Decoding:
+        step, table, terms = self._step, self.table, self.table.load_terms
+        output, machine = step.output_tokens, table.machine
+        own_s = output * (machine.decode_s + float(step.prompt_tokens) * machine.context_s)
+        decode_s: Floats = own_s + output * terms.batch_s
+        if step.owner is None:
             # The session stays: idle sessions there will decode together with its later turns.
             decode_s += own_s * table.returning
-        return decode_s, own_s * table.running
+        delay_s: Floats = own_s * table.running
+        unleaning_s: Floats = decode_s + self._weights.stall * delay_s
+        leaning = self._leaning
+        price_s = unleaning_s if leaning is None else unleaning_s * leaning.decode
+        return _Decoding(decode_s, delay_s, unleaning_s, price_s + terms.closed_s)
 
-    @cached_property
-    def _decoding_s(self) -> Floats:
-        """`[workers]`: price of decoding there; infinite if the worker accepts no requests."""
-        total_s = self._unleaning_s
-        if self._leaning is not None:
-            total_s = total_s * self._leaning.decode
-        return total_s + self._closed_s
 
-    @cached_property
-    def _unleaning_s(self) -> Floats:
-        """`[workers]`: price of decoding there if workers had no roles."""
-        decode_s, delay_s = self._decode_terms
-        total_s: Floats = decode_s + self._weights.stall * delay_s
-        return total_s
+class _Local(NamedTuple):
+    """A prefill without the network, each `[workers]`."""
 
-    @cached_property
-    def _closed_s(self) -> Floats:
-        return np.where(self.table.accepting > 0.0, 0.0, np.inf)
+    row: NDArray[np.intp]
+    """The row of the worker's own tier from which resuming is cheapest."""
+    ready_s: Floats
+    """Until the prompt is computed."""
+    price_s: Floats
+
+
+class _Decoding(NamedTuple):
+    """Decoding, each `[workers]`."""
+
+    decode_s: Floats
+    delay_s: Floats
+    """Of the batch that it joins."""
+    unleaning_s: Floats
+    """The price if workers had no roles."""
+    price_s: Floats
+    """Infinite if the worker accepts no requests."""

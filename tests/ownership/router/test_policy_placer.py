@@ -165,10 +165,10 @@ def test_what_workers_tell_of_themselves_is_in_the_view() -> None:
     asyncio.run(figures.ask_all({"one": ask, "two": refuse}))
     assert [figures.costs_of(x) for x in ("one", "two")] == ["learned", "default"]
     view = figures.fleet({"one": Role.DECODE, "two": Role.BOTH}, [published("a")])
-    assert view.table().step_s.tolist()[0] == pytest.approx(0.5)
-    assert view.table().step_s.tolist()[1] < 0.1
+    assert view.table().machine.step_s.tolist()[0] == pytest.approx(0.5)
+    assert view.table().machine.step_s.tolist()[1] < 0.1
     assert view.hbm_bytes("one") == int(1600 * view.footprint.page_bytes_per_token)
-    assert view.table().cache_bytes.tolist() == [4e9, 0.0]
+    assert view.table().machine.cache_bytes.tolist() == [4e9, 0.0]
     assert view.decode_pool == (0,)
     assert view.hbm_bytes("two") > view.hbm_bytes("one")
     asyncio.run(figures.ask_all({"two": refuse}))

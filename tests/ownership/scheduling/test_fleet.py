@@ -28,7 +28,8 @@ def test_a_table_is_a_copy_of_the_present_figures() -> None:
     assert (after.queued_tokens[1], after.accepting[1]) == (5.0, 0.0)
     fleet.update(worker("b", WorkerLoad(queued_tokens=6), costs_of(token_s=0.5)))
     assert fleet.table().queued_tokens[1] == 6.0
-    assert fleet.table().token_s.tolist() == pytest.approx([1e-3, 0.5])
+    assert fleet.table().machine.token_s.tolist() == pytest.approx([1e-3, 0.5])
+    assert after.machine.token_s.tolist() == pytest.approx([1e-3, 1e-3])
 
 
 def test_pools_by_role() -> None:

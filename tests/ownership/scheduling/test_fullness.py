@@ -12,7 +12,6 @@ from ownership.scheduling import (
     WorkerPrefix,
     WorkerView,
 )
-from ownership.scheduling.fullness import copy_factors
 from ownership.scheduling.step_pricing import Route, StepPricing
 from tests.ownership.scheduling.fleets import fleet_of, worker
 
@@ -39,7 +38,8 @@ def needed(tokens: int, idle_tokens: float = 0.0) -> WorkerView:
     ids=["unknown", "idle", "room", "a quarter", "half", "full", "more than full"],
 )
 def test_the_price_follows_what_sessions_need(view: WorkerView, factor: float) -> None:
-    assert copy_factors(fleet_of(view).table(), 1.0).tolist() == pytest.approx([factor])
+    factors = fleet_of(view).table().load_terms.copy_factor
+    assert factors.tolist() == pytest.approx([factor])
 
 
 @pytest.mark.parametrize(
