@@ -70,7 +70,7 @@ def _cheapest(pricing: StepPricing, owner: int | None, remote: bool) -> tuple[Ro
     if owner is not None and local_s[owner] == local_s[at]:
         at = owner
     best, best_s = Route(at, at), float(local_s[at])
-    if pricing.sources:
+    if pricing.sources and pricing.fetched_least_s <= best_s:
         fetched_s = pricing.fetched_total_s
         source, at = divmod(int(fetched_s.argmin()), fetched_s.shape[1])
         if fetched_s[source, at] < best_s:

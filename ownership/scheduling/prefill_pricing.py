@@ -2,8 +2,9 @@
 
 It follows the models and rules of the planner's `pricing`: the queue hides staging (from SSD or a
 peer to DRAM), and the first step's compute hides, layer by layer, the copies from DRAM to pages.
-The planner prices many boundaries of one worker; here few boundaries of many workers are priced,
-all in one pass, because a numpy call costs more than the numbers in it.
+The planner prices many boundaries of one worker; here few boundaries of many workers are priced
+in one pass, because a numpy call costs more than the numbers in it. What needs the network is
+priced when it is asked for: most decisions know without that it is dearer.
 """
 
 from __future__ import annotations
@@ -39,13 +40,24 @@ class PrefillTerms(NamedTuple):
     """Price of delaying decodes at a worker that leans to them."""
 
 
-class PrefillPricing:
-    """One step's prefill over the fleet, by the present figures.
+class Ways(NamedTuple):
+    """Ways to get a prompt's state onto workers, each `[ways, workers]`."""
 
-    Rows are ways to get the prompt's state onto a worker: resuming from its own HBM, DRAM or
-    SSD (`local_rows`), from a source's DRAM (`source_rows`, in the order of `sources`), and, last,
-    from what another worker has just computed. Columns are workers.
-    """
+    resume: Floats
+    """The token from which the engine computes."""
+    compute_s: Floats
+    exposed_s: Floats
+    """Filling pages from DRAM, without what computing hides."""
+    delay_s: Floats
+    """Delay of the running decodes, summed over them."""
+    active_s: Floats
+    """From the first page filled to the last token computed."""
+    price_s: Floats
+    """The price for other requests, and of copies."""
+
+
+class PrefillPricing:
+    """One step's prefill over the fleet, by the present figures."""
 
     def __init__(
         self,
@@ -65,115 +77,148 @@ class PrefillPricing:
         self._state_bytes = footprint.all_token_bytes, footprint.all_checkpoint_bytes
         self._per_layer = 1.0 + 1.0 / footprint.num_layers
         page_bytes = footprint.page_bytes_per_token
-        self._in_hbm, self.readable, self._on_ssd = self._prefixes(step, fleet)
-        self.resident: Floats = np.maximum(self._in_hbm, self.readable)
-        """`[workers]`: tokens that each has in HBM or DRAM."""
+        tokens = self._prefixes(step, fleet)
+        self.readable: Floats = tokens[1]
+        """`[workers]`: tokens that others can read."""
+        self._held: Floats = np.maximum.accumulate(tokens)
+        """`[tiers, workers]`: tokens in HBM, in HBM or DRAM, in any tier."""
         prompt_bytes = page_bytes * self._tokens
         self.queue_s = self._queue_s(prompt_bytes, prompt_bytes + page_bytes * step.output_tokens)
-        self._depths = _depths(step)
-        self.resume = self._resume()
-        """`[rows, workers]`: the token from which the engine computes."""
-        self._copy_s = self._copies(weights)
-        self._price()
+        self.copy_s = self._copies(weights)
+        """`[2, workers]`: price of the second copies that a step there makes: of what other
+        workers have, and of all that another worker has just computed."""
+        self._price_local(step)
 
     @property
-    def local_rows(self) -> slice:
-        """The rows that read nothing from other workers."""
-        return slice(0, self._depths)
+    def resident(self) -> Floats:
+        """`[workers]`: tokens that each has in HBM or DRAM."""
+        resident: Floats = self._held[1]
+        return resident
 
-    @property
-    def source_rows(self) -> slice:
-        """One row for each source."""
-        return slice(self._depths, self._depths + len(self.sources))
+    @cached_property
+    def fetched(self) -> Ways:
+        """What is read from each source's DRAM first, in their order."""
+        readable = self.readable.take(self.sources)
+        return self._priced(np.maximum(readable[:, None], self._held[0]), self.copy_s[0])
 
-    def row_of(self, source: int) -> int:
-        """Return the row that reads from a source. Raises ValueError if it is not one."""
-        return self._depths + self.sources.index(source)
+    @cached_property
+    def joined(self) -> Ways:
+        """One way: another worker has just computed all but the last token."""
+        return self._priced(np.full((1, len(self.resident)), self._tokens - 1.0), self.copy_s[1])
+
+    @cached_property
+    def fetched_ready_s(self) -> Floats:
+        """`[sources, workers]`: seconds until the prompt is computed, with the source's state.
+
+        Infinite if a source has nothing that is missing.
+        """
+        ready_s = np.maximum(self._network_s, self.queue_s)
+        ready_s += self.fetched.active_s
+        np.putmask(ready_s, self.fetched.resume <= self.resident, np.inf)
+        return ready_s
 
     @cached_property
     def handoff_s(self) -> Floats:
         """`[prefill, decode]` or `[1, decode]`: seconds of reading what another computed."""
         return self._network(self._tokens - 1.0 - self.resident, None)
 
-    def terms(self, row: int, worker: int) -> PrefillTerms:
-        """Return the terms of one row of one worker."""
-        queue_s, delay_s = self.queue_s.item(worker), self._delay_s.item(row, worker)
-        source, ssd_s, network_s = row - self._depths, 0.0, 0.0
-        if 0 <= source < len(self.sources):
-            network_s = self._network_s.item(source, worker)
-        elif row == _DEPTHS - 1:
+    def resume_tokens(self, worker: int, source: int | None) -> int:
+        """Return the token from which a worker computes.
+
+        `source`: the worker that it reads from first; None if it reads from no other.
+        """
+        ways, way = self._way(worker, source)
+        return int(ways.resume.item(way, worker))
+
+    def terms(self, worker: int, source: int | None) -> PrefillTerms:
+        """Return the terms of a prefill at a worker. `source`: as in `resume_tokens`."""
+        ways, way = self._way(worker, source)
+        network_s, ssd_s = 0.0, 0.0
+        if source is not None:
+            network_s = self._network_s.item(way, worker)
+        elif way == _DEPTHS - 1:
             ssd_s = self._ssd_s.item(worker)
+        return self._terms(ways, way, worker, self.copy_s[0], network_s, ssd_s)
+
+    def joined_terms(self, worker: int) -> PrefillTerms:
+        """Return the terms of the worker that decodes what another has computed, without those
+        of the hand-off."""
+        return self._terms(self.joined, 0, worker, self.copy_s[1])
+
+    def _way(self, worker: int, source: int | None) -> tuple[Ways, int]:
+        if source is None:
+            return self._local, self._tier.item(worker)
+        return self.fetched, self.sources.index(source)
+
+    def _terms(
+        self,
+        ways: Ways,
+        way: int,
+        worker: int,
+        copy_s: Floats,
+        network_s: float = 0.0,
+        ssd_s: float = 0.0,
+    ) -> PrefillTerms:
+        queue_s, delay_s = self.queue_s.item(worker), ways.delay_s.item(way, worker)
         leaning = 0.0 if self._leaning is None else self._leaning.delay.item(worker) - 1.0
         return PrefillTerms(
             queue_s,
             max(network_s - queue_s, 0.0),
-            max(ssd_s - queue_s, 0.0) + self._exposed_s.item(row, worker),
-            self._compute_s.item(row, worker),
+            max(ssd_s - queue_s, 0.0) + ways.exposed_s.item(way, worker),
+            ways.compute_s.item(way, worker),
             delay_s,
-            self._copy_s.item(0 if row >= 0 else 1, worker),
+            copy_s.item(worker),
             self._stall * delay_s * leaning,
         )
 
-    def _price(self) -> None:
-        """Compute time, load time and the price for others, each `[rows, workers]`."""
+    def _price_local(self, step: Step) -> None:
+        """Price resuming from each worker's own tiers, and choose the cheapest."""
+        depths, workers = _depths(step), len(self.resident)
+        self._local = self._priced(self._held[:depths], self.copy_s[0])
+        ready_s = self._local.active_s + self.queue_s
+        if depths == _DEPTHS:
+            self._ssd_s = self._from_ssd()
+            staged_s = np.maximum(self._ssd_s, self.queue_s)
+            ready_s[_DEPTHS - 1] = staged_s + self._local.active_s[_DEPTHS - 1]
+        self._tier = (ready_s + self._local.price_s).argmin(axis=0)
+        at = self._tier * workers + np.arange(workers)  # in `[ways, workers]`
+        self.local_ready_s: Floats = ready_s.take(at)
+        """`[workers]`: seconds until the prompt is computed, with the worker's own state."""
+        self.local_price_s: Floats = self._local.price_s.take(at)
+
+    def _priced(self, resume: Floats, copy_s: Floats) -> Ways:
         table, machine, fixed = self._table, self._table.machine, self._table.machine_terms
-        resume, rest = self.resume, self._tokens - self.resume
-        half_s = fixed.half_attention_s
+        rest, half_s = self._tokens - resume, fixed.half_attention_s
         both_s = resume * half_s  # `attention_work` of the rest is rest (tokens + resume) / 2
         both_s += fixed.prefill_token_s + half_s * self._tokens
         both_s *= rest
         both_s += np.ceil(rest / machine.step_tokens) * fixed.prefill_step_s
-        self._compute_s, self._delay_s = both_s
-        self._delay_s *= table.running
-        loaded = resume - self._in_hbm
+        compute_s, delay_s = both_s
+        delay_s *= table.running
+        loaded = resume - self._held[0]
         dram_s = loaded * machine.dram_token_s
         dram_s += fixed.dram_start_s
         dram_s *= loaded > 0.0
-        first_s = resume * fixed.context_step_s
-        first_s += fixed.full_step_s
-        np.minimum(first_s, self._compute_s, out=first_s)
-        np.minimum(dram_s, first_s, out=first_s)
-        self._exposed_s = dram_s * self._per_layer
-        self._exposed_s -= first_s
-        self.active_s: Floats = self._exposed_s + self._compute_s
-        """Seconds from the first page filled to the last token computed."""
-        self.price_s: Floats = self._stall * self._delay_s
-        """The price for other requests."""
+        hidden_s = resume * fixed.context_step_s
+        hidden_s += fixed.full_step_s
+        np.minimum(hidden_s, compute_s, out=hidden_s)
+        np.minimum(hidden_s, dram_s, out=hidden_s)
+        exposed_s = dram_s * self._per_layer
+        exposed_s -= hidden_s
+        price_s = self._stall * delay_s
         if self._leaning is not None:
-            self.price_s *= self._leaning.delay
-        self.price_s[:-1] += self._copy_s[0]
-        self.price_s[-1] += self._copy_s[1]
-        self.ready_s: Floats = self.active_s + self.queue_s
-        """Until the prompt is computed; infinite if a source has nothing that is missing."""
-        if self._depths == _DEPTHS:
-            self._ssd_s = self._from_ssd()
-            staged_s = np.maximum(self._ssd_s, self.queue_s)
-            self.ready_s[_DEPTHS - 1] = staged_s + self.active_s[_DEPTHS - 1]
-        if self.sources:
-            at = self.source_rows
-            lacking = resume[at] - self.resident
-            self._network_s = self._network(lacking, self.sources)
-            fetched_s = np.maximum(self._network_s, self.queue_s)
-            fetched_s += self.active_s[at]
-            np.putmask(fetched_s, lacking <= 0.0, np.inf)
-            self.ready_s[at] = fetched_s
+            price_s *= self._leaning.delay
+        price_s += copy_s
+        return Ways(resume, compute_s, exposed_s, delay_s, exposed_s + compute_s, price_s)
 
-    def _resume(self) -> Floats:
-        rows = np.empty((self._depths + len(self.sources) + 1, len(self.resident)))
-        rows[0] = self._in_hbm
-        if self._depths > 1:
-            rows[1] = self.resident
-        if self._depths == _DEPTHS:
-            np.maximum(self.resident, self._on_ssd, out=rows[2])
-        if self.sources:
-            readable = self.readable.take(self.sources)
-            np.maximum(readable[:, None], self._in_hbm, out=rows[self.source_rows])
-        rows[-1] = self._tokens - 1.0
-        return rows
+    @cached_property
+    def _network_s(self) -> Floats:
+        """`[sources, workers]`: seconds of reading what is missing."""
+        return self._network(self.fetched.resume - self.resident, self.sources)
 
     def _from_ssd(self) -> Floats:
         """Return `[workers]`: seconds of staging what is only on SSD."""
-        machine, lacking = self._table.machine, self.resume[_DEPTHS - 1] - self.resident
+        machine, lacking = self._table.machine, self._held[2] - self.resident
         moved_s: Floats = lacking * machine.ssd_token_s
         moved_s += machine.ssd_checkpoint_s + self._table.load_terms.ssd_wait_s
         moved_s *= lacking > 0.0
@@ -214,13 +259,9 @@ class PrefillPricing:
         return np.minimum(tokens, self._tokens - 1.0, out=tokens)
 
     def _copies(self, weights: PlacementWeights) -> Floats:
-        """Return `[2, workers]`: price of the second copies that a step there makes.
-
-        First of what other workers have, then of all that another worker has just computed. The
-        price is that of computing it, times kappa: what is handed off never costs less than
-        `weights.copy`.
-        """
-        own = np.maximum(self.resident, self._on_ssd)
+        """Return `copy_s`: the price of computing it, times kappa. What is handed off never costs
+        less than `weights.copy`."""
+        own = self._held[2]
         end = np.array(((own.max(),), (self._tokens - 1.0,)))
         token_s = end + own
         token_s *= self._table.machine_terms.half_attention_s[0]

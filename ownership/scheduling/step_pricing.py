@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ownership.scheduling.fleet import FleetView, Floats
 from ownership.scheduling.prefill_pricing import PrefillPricing, PrefillTerms
@@ -93,39 +92,48 @@ class StepPricing:
     @property
     def local_ready_s(self) -> Floats:
         """`[workers]`: seconds until the prompt is computed, with the worker's own state."""
-        return self._local.ready_s
+        return self.prefills.local_ready_s
 
     @property
     def fetched_ready_s(self) -> Floats:
         """`[sources, workers]`: the same, with the source's state."""
-        return self.prefills.ready_s[self.prefills.source_rows]
+        return self.prefills.fetched_ready_s
 
     @property
     def local_total_s(self) -> Floats:
         """`[workers]`: cost of prefilling and decoding there without the network."""
-        total_s: Floats = self._local.ready_s + self._local.price_s
+        total_s: Floats = self.prefills.local_ready_s + self.prefills.local_price_s
         total_s += self._decoding.price_s
         return total_s
 
     @property
+    def fetched_least_s(self) -> float:
+        """A bound that no fetch goes below, as if nothing were read or computed.
+
+        Like `remote_least_s` it costs far less than to price all, and is nearly always enough,
+        because it has the price of copies.
+        """
+        prefills = self.prefills
+        total_s = prefills.queue_s + prefills.copy_s[0]
+        total_s += self._decoding.price_s
+        np.putmask(total_s, prefills.resident >= prefills.readable.take(self.sources).max(), np.inf)
+        return float(total_s.min())
+
+    @property
     def fetched_total_s(self) -> Floats:
         """`[sources, workers]`: cost of reading from a source, then prefilling and decoding."""
-        rows = self.prefills.source_rows
-        total_s: Floats = self.prefills.ready_s[rows] + self.prefills.price_s[rows]
+        total_s: Floats = self.prefills.fetched_ready_s + self.prefills.fetched.price_s
         total_s += self._decoding.price_s
         return total_s
 
     @property
     def remote_least_s(self) -> float:
-        """A bound that no remote prefill goes below, as if the network took no time.
-
-        It costs far less than to price all pairs, and is nearly always enough.
-        """
-        prefills, local = self.prefills, self._local
-        there_s = local.ready_s + self.table.load_terms.closed_s + local.price_s
-        here_s = prefills.active_s[-1] + prefills.price_s[-1] + self._decoding.price_s
-        least_s: float = there_s.min() + here_s.min()
-        return least_s
+        """A bound that no remote prefill goes below, as if the hand-off took no time."""
+        prefills = self.prefills
+        there_s = prefills.local_ready_s + prefills.local_price_s
+        there_s += self.table.load_terms.closed_s
+        here_s = prefills.copy_s[1] + self._decoding.price_s
+        return float(there_s.min() + here_s.min())
 
     @property
     def remote_total_s(self) -> Floats:
@@ -133,21 +141,21 @@ class StepPricing:
 
         Infinite on the diagonal.
         """
-        prefills, local = self.prefills, self._local
-        there_s = prefills.handoff_s + (local.ready_s + self.table.load_terms.closed_s)[:, None]
+        prefills, closed_s = self.prefills, self.table.load_terms.closed_s
+        there_s = prefills.handoff_s + (prefills.local_ready_s + closed_s)[:, None]
         total_s: Floats = np.maximum(there_s, prefills.queue_s, out=there_s)
-        total_s += prefills.active_s[-1] + prefills.price_s[-1] + self._decoding.price_s
-        total_s += local.price_s[:, None]
+        total_s += prefills.joined.active_s + prefills.joined.price_s + self._decoding.price_s
+        total_s += prefills.local_price_s[:, None]
         np.fill_diagonal(total_s, np.inf)
         return total_s
 
     def terms(self, route: Route) -> PlacementTerms:
         """Return the terms of any route, also one that fetches, prefills and hands off."""
         prefills, at = self.prefills, route.prefill
-        first = prefills.terms(self._row(route), at)
+        first = prefills.terms(at, route.source)
         if route.decode == at:
             return self._terms(route, first)
-        joined = prefills.terms(-1, route.decode)
+        joined = prefills.joined_terms(route.decode)
         read_s = prefills.handoff_s
         network_s = read_s.item(at if len(read_s) > 1 else 0, route.decode)
         ready_s = first.queue_s + first.network_s + first.restore_s + first.compute_s
@@ -159,7 +167,7 @@ class StepPricing:
 
     def resume_tokens(self, route: Route) -> int:
         """Return the token from which the prefill worker computes."""
-        return int(self.prefills.resume[self._row(route), route.prefill])
+        return self.prefills.resume_tokens(route.prefill, route.source)
 
     def routes(self, remote: bool) -> Iterator[Route]:
         """Iterate over all possible routes, the simplest first."""
@@ -172,12 +180,6 @@ class StepPricing:
         if remote:
             for prefill in accepting:
                 yield from (Route(i, prefill) for i in accepting if i != prefill)
-
-    def _row(self, route: Route) -> int:
-        """Return the row of `prefills` by which the prefill worker gets the prompt's state."""
-        if route.source is not None:
-            return self.prefills.row_of(route.source)
-        return self._local.row.item(route.prefill)
 
     def _terms(self, route: Route, prefill: PrefillTerms) -> PlacementTerms:
         """Return the terms of a route: `prefill`, and decoding."""
@@ -198,17 +200,6 @@ class StepPricing:
         )
 
     @cached_property
-    def _local(self) -> _Local:
-        prefills = self.prefills
-        depths, workers = prefills.local_rows.stop, len(prefills.resident)
-        ready_s, price_s = prefills.ready_s, prefills.price_s
-        if depths == 1:
-            return _Local(np.zeros(workers, np.intp), ready_s[0], price_s[0])
-        row = (ready_s[:depths] + price_s[:depths]).argmin(axis=0)
-        at = row * workers + np.arange(workers)  # in `[rows, workers]`
-        return _Local(row, ready_s.take(at), price_s.take(at))
-
-    @cached_property
     def _decoding(self) -> _Decoding:
         step, table, terms = self._step, self.table, self.table.load_terms
         output, machine = step.output_tokens, table.machine
@@ -222,16 +213,6 @@ class StepPricing:
         leaning = self._leaning
         price_s = unleaning_s if leaning is None else unleaning_s * leaning.decode
         return _Decoding(decode_s, delay_s, unleaning_s, price_s + terms.closed_s)
-
-
-class _Local(NamedTuple):
-    """A prefill without the network, each `[workers]`."""
-
-    row: NDArray[np.intp]
-    """The row of the worker's own tier from which resuming is cheapest."""
-    ready_s: Floats
-    """Until the prompt is computed."""
-    price_s: Floats
 
 
 class _Decoding(NamedTuple):

@@ -75,6 +75,19 @@ def test_arrays_and_terms_give_the_same_totals(
             assert total_s == math.inf, route
 
 
+@given(workers(), steps(), st.booleans(), st.sampled_from([0.0, 1.5]))
+def test_no_route_costs_less_than_its_bound(
+    found: list[WorkerView], step: Step, linked: bool, demand: float
+) -> None:
+    links = {(found[0].name, found[-1].name): Link(0.2, 1e-3)} if linked else None
+    fleet = FleetView(BYTE_A_TOKEN, found, links)
+    leaning = Leaning(2.0, len(fleet), demand)
+    pricing = StepPricing(step, fleet, WEIGHTS, range(len(fleet)), leaning)
+    rounding = 1.0 - 1e-12
+    assert rounding * pricing.fetched_least_s <= pricing.fetched_total_s.min()
+    assert rounding * pricing.remote_least_s <= pricing.remote_total_s.min()
+
+
 @pytest.mark.parametrize("model", [DENSE, HYBRID])
 @pytest.mark.parametrize("tier", [Tier.DRAM, Tier.SSD])
 @pytest.mark.parametrize("queued", [0, 300])
