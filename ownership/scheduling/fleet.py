@@ -133,7 +133,7 @@ class MachineTerms(NamedTuple):
     full_step_s: Floats
     """A full step that has no context before it."""
     context_step_s: Floats
-    """What a token of context adds to it."""
+    """The part that each token of context adds to it."""
     dram_start_s: Floats
     """A load from DRAM of no tokens."""
 
@@ -164,7 +164,7 @@ class LoadTerms(NamedTuple, Generic[Number]):
     """Before a load from SSD moves its first byte."""
     peer_wait_s: Number
     copy_factor: Number
-    """Of the price of a copy (`fullness`)."""
+    """The factor of the price of a copy (`fullness`)."""
     closed_s: Number
     """Infinite if it accepts no requests, else 0."""
 
@@ -263,7 +263,7 @@ class FleetView:
         self.decode_pool = _pool(self.roles, Role.DECODE)
         self._machines: dict[str, Machine[float]] = {}
         self._known: tuple[Machine[Floats], MachineTerms] | None = None
-        """What tables share of machines; None if one has changed."""
+        """The part that tables share; None if a machine has changed."""
         self._loads: Floats = np.zeros((_NUM_LOADS + len(LoadTerms._fields), len(workers)))
         """Loads and their terms: these are computed when a load changes, because between two
         decisions few do."""
