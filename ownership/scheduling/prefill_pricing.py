@@ -51,7 +51,7 @@ class Ways(NamedTuple):
     delay_s: Floats
     """Delay of the running decodes, summed over them."""
     active_s: Floats
-    """From the first page filled to the last token computed."""
+    """Seconds from the first page filled to the last token computed."""
     price_s: Floats
     """The price for other requests, and of copies."""
 
@@ -97,7 +97,7 @@ class PrefillPricing:
 
     @cached_property
     def fetched(self) -> Ways:
-        """What is read from each source's DRAM first, in their order."""
+        """The ways that read from a source's DRAM first, in the order of `sources`."""
         readable = self.readable.take(self.sources)
         return self._priced(np.maximum(readable[:, None], self._held[0]), self.copy_s[0])
 

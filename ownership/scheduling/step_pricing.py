@@ -220,7 +220,7 @@ class _Decoding(NamedTuple):
 
     decode_s: Floats
     delay_s: Floats
-    """Of the batch that it joins."""
+    """The delay of the batch that it joins."""
     unleaning_s: Floats
     """The price if workers had no roles."""
     price_s: Floats
