@@ -398,6 +398,20 @@ def test_without_an_arena_every_copy_is_a_miss(worker: Worker) -> None:
     side.close()
 
 
+def test_pages_are_copied_where_they_are_when_the_arena_is_attached(worker: Worker) -> None:
+    """In a MultiConnector another connector may move them after they were registered."""
+    side = WorkerSide(LAYOUT, 0, NUM_BLOCKS, "on", Recorder())
+    caches = {name: torch.full_like(cache, OLD) for name, cache in worker.caches.items()}
+    side.register(caches)
+    for cache in caches.values():
+        moved = torch.full_like(cache, FRESH)
+        cache.set_(moved.untyped_storage(), 0, moved.shape, moved.stride())
+    side.attach(worker.arena.handle, LAYOUT)
+    side.begin_step(StepMetadata(early_saves=[save(1, [1, 2, 3, 4])]))
+    side.close()
+    assert (worker.arena.view[:SIZE] == FRESH).all()
+
+
 def test_pipeline_stages_save_and_load_their_layers_of_one_artifact() -> None:
     first, second = (replace(MODEL, layers=(x,)) for x in MODEL.layers)
     whole = ArtifactLayout(merge_stages([first, second]), CHUNK)

@@ -76,6 +76,8 @@ class WorkerSide:
         self._copy_engines = copy_engines
         self._layers = dict.fromkeys(x.layer for x in layout.model.stored_layers)
         """The layers with state to store, in order."""
+        self._registered: dict[str, tuple[torch.Tensor, int]] = {}
+        """Each layer's pages, and where they were when they were registered."""
         self._device: Device | None = None
         self._timer: StepTimer | None = None
         self._arena: Arena | None = None
@@ -98,8 +100,9 @@ class WorkerSide:
         sizes should use them but cannot.
         """
         layers = self._layout.model.stored_layers
+        stored = {x.layer: kv_caches[x.layer] for x in layers}
+        self._registered = {name: (cache, cache.data_ptr()) for name, cache in stored.items()}
         if layers:
-            stored = {x.layer: kv_caches[x.layer] for x in layers}
             self._device = device_of(stored, self._copy_engines)
             self._timer = StepTimer(self._device)
         for spec in layers:
@@ -119,10 +122,15 @@ class WorkerSide:
     def attach(self, handle: ArenaHandle, layout: ArtifactLayout) -> None:
         """Map and pin the arena, once. Pinning takes seconds, so it is done at start if possible.
 
+        Other connectors may have moved the pages since they were registered: LMCache moves those of
+        a CPU to memory that it shares with its server.
+
         `layout`: of the layers of all pipeline stages, which an artifact has. Raises StoreError if
         the arena cannot be mapped or pinned.
         """
         if self._arena is None and self._device is not None:
+            if any(cache.data_ptr() != was for cache, was in self._registered.values()):
+                self.register({name: cache for name, (cache, _) in self._registered.items()})
             arena = Arena.attach(handle)
             try:
                 largest = max(layout.max_bytes.values(), default=0)
