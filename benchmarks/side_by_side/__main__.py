@@ -47,9 +47,11 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="*", help=f"contestants: {', '.join(CONTESTANTS)}")
-    parser.add_argument("--models", nargs="+", choices=CASES, help="default: all")
+    parser.add_argument(
+        "--models", nargs="+", choices=CASES, help="default: all; with --quick: dense-bench"
+    )
     parser.add_argument("--rounds", type=int, help="prompts of each model (default 5)")
-    parser.add_argument("--quick", action="store_true", help="one model, few rounds, no files")
+    parser.add_argument("--quick", action="store_true", help="short prompts, few rounds, no files")
     parser.add_argument(
         "--stages",
         nargs="*",
@@ -70,7 +72,10 @@ def main() -> None:
     if unknown:
         parser.error(f"no contestant {unknown[0]!r}; there are {', '.join(CONTESTANTS)}")
     stop_servers_on_sigterm()
-    cases = [_QUICK] if given.quick else [CASES[name] for name in given.models or CASES]
+    if given.quick:
+        cases = [replace(_QUICK, model=name) for name in given.models or [_QUICK.model]]
+    else:
+        cases = [CASES[name] for name in given.models or CASES]
     if given.rounds:
         cases = [replace(case, rounds=given.rounds) for case in cases]
     ROOT.mkdir(parents=True, exist_ok=True)

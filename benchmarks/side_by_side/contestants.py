@@ -56,6 +56,8 @@ class Contestant:
     """Returns the `--kv-transfer-config`; None for a server without a connector."""
     pins: tuple[str, ...] = ()
     """The packages that pip installs for it, besides vLLM."""
+    environment: str = ""
+    """The contestant whose environment it uses, with the same pins; its own if empty."""
     debian: tuple[str, ...] = ()
     """Debian packages whose shared libraries it needs."""
     services: Callable[[Place], list[ServiceCommand]] = _no_services
@@ -90,6 +92,30 @@ def _saved_bytes(place: Place, server: Server) -> int | None:
 
 def _config(connector: str, extra: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
     return kv_transfer_config(extra, kv_connector=connector, **fields)
+
+
+_LMCACHE = (
+    *("lmcache==0.5.6", "sortedcontainers==2.4.0", "aiofile==3.12.3", "caio==0.12.10"),
+    *("aiofiles==25.1.0", "blake3==1.0.11", "msgspec==0.22.0", "nvtx==0.2.17"),
+    *("redis==8.1.0", "cachetools==8.0.2", "py-cpuinfo==9.0.0", "psutil==7.2.2"),
+    *("opentelemetry-api==1.45.2", "opentelemetry-sdk==1.45.2"),
+    *("opentelemetry-exporter-prometheus==0.66b2",),
+    *("opentelemetry-semantic-conventions==0.66b2",),
+)
+
+
+def _lmcache_variables(place: Place) -> dict[str, str]:
+    return {"LMCACHE_TRACK_USAGE": "false", "PYTHONHASHSEED": "0"}
+
+
+def _lmcache_in_process_variables(place: Place) -> dict[str, str]:
+    return _lmcache_variables(place) | {
+        "LMCACHE_CHUNK_SIZE": "256",
+        "LMCACHE_LOCAL_CPU": "true",
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": str(MEMORY_GIB),
+        "LMCACHE_LOCAL_DISK": f"file://{place.folder}/",
+        "LMCACHE_MAX_LOCAL_DISK_SIZE": str(DISK_GIB),
+    }
 
 
 def _lmcache_server(place: Place) -> list[ServiceCommand]:
@@ -186,18 +212,33 @@ CONTESTANTS: dict[str, Contestant] = {
         Contestant(
             "lmcache",
             _lmcache,
-            pins=(
-                *("lmcache==0.5.6", "sortedcontainers==2.4.0", "aiofile==3.12.3", "caio==0.12.10"),
-                *("aiofiles==25.1.0", "blake3==1.0.11", "msgspec==0.22.0", "nvtx==0.2.17"),
-                *("redis==8.1.0", "cachetools==8.0.2", "py-cpuinfo==9.0.0", "psutil==7.2.2"),
-                *("opentelemetry-api==1.45.2", "opentelemetry-sdk==1.45.2"),
-                *("opentelemetry-exporter-prometheus==0.66b2",),
-                *("opentelemetry-semantic-conventions==0.66b2",),
-            ),
+            pins=_LMCACHE,
             services=_lmcache_server,
             stored_bytes=_bytes_in_files,
-            variables=lambda place: {"LMCACHE_TRACK_USAGE": "false", "PYTHONHASHSEED": "0"},
+            variables=_lmcache_variables,
             has_files=True,
+        ),
+        Contestant(
+            "lmcache_in_process",
+            lambda place: _config("LMCacheConnectorV1", {}),
+            pins=_LMCACHE,
+            environment="lmcache",
+            stored_bytes=_bytes_in_files,
+            variables=_lmcache_in_process_variables,
+            has_files=True,
+        ),
+        Contestant(
+            "heterocache_and_lmcache",
+            lambda place: _config(
+                "MultiConnector",
+                {"connectors": [kv_transfer_config({"dram_gib": MEMORY_GIB}), _lmcache(place)]},
+            ),
+            pins=_LMCACHE,
+            environment="lmcache",
+            services=_lmcache_server,
+            variables=_lmcache_variables,
+            has_files=True,
+            is_rival=False,
         ),
         Contestant(
             "mooncake",
@@ -211,6 +252,12 @@ CONTESTANTS: dict[str, Contestant] = {
         Contestant(
             "nixl",
             lambda place: _config("NixlConnector", {}, kv_buffer_device="cpu"),
+            variables=_nixl_variables,
+            has_prefiller=True,
+        ),
+        Contestant(
+            "nixl_push",
+            lambda place: _config("NixlPushConnector", {}, kv_buffer_device="cpu"),
             variables=_nixl_variables,
             has_prefiller=True,
         ),

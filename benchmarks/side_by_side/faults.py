@@ -1,18 +1,25 @@
-"""Breaks what contestants depend on, and looks at the next answer."""
+"""Breaks what contestants depend on, and looks at the next answers.
+
+A full disk needs a file system of its own, so that fault is run by root only.
+"""
 
 from __future__ import annotations
 
-import shutil
+import os
+import subprocess
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from benchmarks.side_by_side.contestants import DISK_GIB
+from benchmarks.side_by_side.environments import EnvironmentFailedError, run_command
 from benchmarks.side_by_side.rows import Outcome, Row
-from benchmarks.side_by_side.work import Arena
-from examples.serving import Reply, Server, logprob_distance
+from benchmarks.side_by_side.work import SETTLE_S, Arena
+from examples.serving import Reply, logprob_distance
 
-HANG_S = 60.0
+HANG_S = 120.0
 _CORRUPTED_BYTES = 64
 
 
@@ -20,67 +27,100 @@ def run_fault(name: str, arena: Arena, row: Row) -> Outcome:
     """Break one thing after the rounds; return what the next answer was. It ends the processes."""
     try:
         return FAULTS[name](arena, row)
+    except EnvironmentFailedError:
+        traceback.print_exc()
+        return Outcome.NOT_RUN
     except Exception:
         traceback.print_exc()
         return Outcome.ERROR
     finally:
-        arena.server.kill()
-        arena.kill_services()
+        _end(arena)
 
 
 def _process_killed(arena: Arena, row: Row) -> Outcome:
-    if not arena.services:
+    if not arena.contestant.services(arena.place):
         return Outcome.NO_SUCH
-    _restart(arena)
-    right = arena.server.complete(arena.case.prompt(0), 8)
+    _start(arena)
+    arena.server.complete(arena.case.prompt(0), 8)
     arena.server.reset_prefix_cache()
     arena.kill_services()
-    return _outcome(arena, row, right)
+    return _outcome(arena, row, arena.answers[0])
 
 
 def _file_corrupted(arena: Arena, row: Row) -> Outcome:
     if not arena.contestant.has_files:
         return Outcome.NO_SUCH
-    right = _answer_without_connector(arena, arena.checkpoint)
-    arena.serve(arena.checkpoint)
+    _end(arena)
     for path in arena.place.folder.rglob("*"):
         # Small files are indexes and locks.
         if path.is_file() and path.stat().st_size >= 1 << 20:
             _corrupt(path)
-    _restart(arena)
-    return _outcome(arena, row, right)
+    _start(arena)
+    return _outcome(arena, row, arena.answers[0])
 
 
 def _other_weights(arena: Arena, row: Row) -> Outcome:
-    arena.server.kill()
-    other = arena.folder / "other" / arena.checkpoint.name
-    shutil.copytree(arena.checkpoint, other)
-    _change_weights(other)
-    right = _answer_without_connector(arena, other)
-    arena.serve(other)
-    _restart(arena)
-    return _outcome(arena, row, right)
+    """Change the weights where they are: many caches know a model by its path."""
+    _end(arena)
+    arena.reference.kill()
+    _change_weights(arena.checkpoint)
+    try:
+        with arena.reference as reference:
+            right = reference.complete(arena.case.prompt(0), 8)
+        _start(arena)
+        return _outcome(arena, row, right)
+    finally:
+        _end(arena)
+        _change_weights(arena.checkpoint)
+
+
+def _disk_full(arena: Arena, row: Row) -> Outcome:
+    """Start with an empty disk, fill it, ask for a prompt, and for the same again."""
+    if not arena.contestant.has_files:
+        return Outcome.NO_SUCH
+    _end(arena)
+    files, image = arena.place.folder, arena.folder / "disk.image"
+    with image.open("wb") as file:
+        file.truncate(2 * DISK_GIB << 30)
+    run_command("mkfs.ext4", "-q", "-F", "-m", "0", str(image))
+    run_command("mount", "-o", "loop", str(image), str(files))
+    try:
+        _start(arena)
+        space = os.statvfs(files)
+        with (files / "ballast").open("wb") as file:
+            # The file system needs some blocks for the file's own list of blocks.
+            os.posix_fallocate(file.fileno(), 0, space.f_bavail * space.f_frsize - (1 << 20))
+        first = _outcome(arena, row, arena.answers[0])
+        if first is not Outcome.COMPUTED:
+            return first
+        time.sleep(SETTLE_S)
+        arena.server.reset_prefix_cache()
+        return _outcome(arena, row, arena.answers[0])
+    finally:
+        _end(arena)
+        subprocess.run(["umount", "-l", str(files)], check=False)
+        image.unlink()
 
 
 FAULTS: dict[str, Callable[[Arena, Row], Outcome]] = {
     "process-killed": _process_killed,
     "other-weights": _other_weights,
+    "disk-full": _disk_full,
     "file-corrupted": _file_corrupted,
 }
 """In the order in which they can be run: the last leaves the files broken."""
 
 
-def _restart(arena: Arena) -> None:
+def _start(arena: Arena) -> None:
     """Start what does not run."""
     if not arena.services:
         arena.start_services()
     arena.start()
 
 
-def _answer_without_connector(arena: Arena, checkpoint: Path) -> Reply:
-    reference = arena.reference
-    with Server(checkpoint, reference.log_path, None, reference.engine_args) as server:
-        return server.complete(arena.case.prompt(0), 8)
+def _end(arena: Arena) -> None:
+    arena.server.kill()
+    arena.kill_services()
 
 
 def _outcome(arena: Arena, row: Row, right: Reply) -> Outcome:
@@ -92,6 +132,7 @@ def _outcome(arena: Arena, row: Row, right: Reply) -> Outcome:
     except TimeoutError:
         return Outcome.HANG
     except Exception:
+        traceback.print_exc()
         return Outcome.ERROR
     finally:
         pool.shutdown(wait=False)
@@ -112,7 +153,7 @@ def _corrupt(path: Path) -> None:
 
 
 def _change_weights(checkpoint: Path) -> None:
-    """Turn the sign of every value projection: other weights of the same shape."""
+    """Turn the sign of every value projection: other weights of the same shape. Twice: none."""
     from safetensors.torch import load_file, save_file
 
     path = checkpoint / "model.safetensors"

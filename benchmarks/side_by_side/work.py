@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import statistics
 import time
 import traceback
@@ -27,7 +28,11 @@ from hetero_connector.spec.from_config import model_spec_from_config
 
 _ANSWER_TOKENS = 8
 _DECODED_TOKENS = 33
-_SETTLE_S = 2.0
+_FIRST_ERROR = re.compile(
+    r"Traceback \(.*?\b(\w*(?:Error|Exception): [^\n]+)|panicked at [^\n]+\n([^\n]+)", re.DOTALL
+)
+"""An exception of Python or a panic of Rust."""
+SETTLE_S = 2.0
 """After a prompt: most contestants save it behind the answer."""
 
 
@@ -81,26 +86,32 @@ class Arena:
     def __init__(self, contestant: Contestant, case: Case, folder: Path) -> None:
         """Make the contestant's environment. Raises EnvironmentFailedError."""
         self.contestant, self.case, self.folder = contestant, case, folder
-        environment = environment_of(contestant.name, contestant.pins, contestant.debian)
+        environment = environment_of(
+            contestant.environment or contestant.name, contestant.pins, contestant.debian
+        )
         files = folder / "files"
         files.mkdir(parents=True)
         self.place = Place(files, environment, [free_port() for _ in range(4)])
-        self.checkpoint = write_checkpoint(case.model, CHECKPOINTS)
+        self.checkpoint = folder / "checkpoint" / case.model
+        """A copy, so that a fault can change the weights where they are."""
+        shutil.copytree(write_checkpoint(case.model, CHECKPOINTS), self.checkpoint)
         self.services: list[Service] = []
+        self.answers: list[Reply] = []
+        """Answers of the reference from its own hit, by round."""
         self._variables = environment.variables | contestant.variables(self.place)
-        self.server = self._server("server", self.checkpoint)
+        self.server = self._server("server")
         self.prefiller: Server | None = None
         if contestant.has_prefiller:
-            self.prefiller = self._server("prefiller", self.checkpoint)
+            self.prefiller = self._server("prefiller")
             # Each engine listens for the other's handshake.
             port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.place.ports[1])}
             self.prefiller.environment = self._variables | port
         arguments = case.engine_args | dict(contestant.engine_args)
         self.reference = Server(self.checkpoint, folder / "reference.log", None, arguments)
 
-    def _server(self, name: str, checkpoint: Path) -> Server:
+    def _server(self, name: str) -> Server:
         return Server(
-            checkpoint,
+            self.checkpoint,
             self.folder / f"{name}.log",
             self.contestant.transfer(self.place),
             self.case.engine_args | dict(self.contestant.engine_args),
@@ -114,10 +125,16 @@ class Arena:
             log = self.folder / f"service-{number}.log"
             self.services.append(Service(what, self._variables, log))
 
+    def start_all(self) -> None:
+        """Start all engines together."""
+        engines = [x for x in (self.reference, self.prefiller, self.server) if x is not None]
+        for engine in engines:
+            engine.launch()
+        for engine in engines:
+            engine.start()
+
     def start(self) -> float:
-        """Start the engine, and the prefiller if there is one; return the engine's seconds."""
-        if self.prefiller is not None:
-            self.prefiller.start()
+        """Start the engine; return its seconds."""
         started = time.perf_counter()
         self.server.start()
         return time.perf_counter() - started
@@ -137,10 +154,6 @@ class Arena:
         for service in reversed(self.services):
             service.stop()
         self.services.clear()
-
-    def serve(self, checkpoint: Path) -> None:
-        """Let the next start serve this checkpoint, with the name of the folder."""
-        self.server = self._server("server", checkpoint)
 
     def restored(self, prompt: Sequence[int], **request: Any) -> Reply:
         """Complete a prompt; where there is a prefiller, with state that is taken from it."""
@@ -221,8 +234,7 @@ def measure(
         stage = "start"
         try:
             arena.start_services()
-            arena.start()
-            arena.reference.start()
+            arena.start_all()
             stage = "rounds"
             run.rounds()
             if not contestant.has_prefiller and contestant.transfer(arena.place) is not None:
@@ -237,7 +249,7 @@ def measure(
                         run.row = replace(run.row, faults=run.row.faults | {stage: outcome})
         except Exception as error:
             traceback.print_exc()
-            run.row = replace(run.row, error=f"{stage}: {_last_line(error)}")
+            run.row = replace(run.row, error=f"{stage}: {cause(folder, error)}")
         return run.row
 
 
@@ -247,8 +259,6 @@ class _Run:
     def __init__(self, arena: Arena, row: Row) -> None:
         self._arena = arena
         self.row = row
-        self._answers: list[Reply] = []
-        """The reference's answers from its own hit, by round."""
 
     def rounds(self) -> None:
         """Compute, hit and restore a new prompt in each round."""
@@ -261,7 +271,7 @@ class _Run:
         for server in (arena.reference, arena.server, arena.prefiller):
             if server is not None:
                 server.complete(case.prompt(-1), 1)  # the first touch of memory
-        time.sleep(_SETTLE_S)
+        time.sleep(SETTLE_S)
         before = arena.contestant.stored_bytes(arena.place, arena.server)
         for round_ in range(case.rounds):
             prompt = case.prompt(round_)
@@ -273,12 +283,12 @@ class _Run:
                 samples.add(f"cold {name}", timed.reply.ttft_s)
                 samples.add(f"decode {name}", timed.token_s)
             answer = arena.reference.complete(prompt, _ANSWER_TOKENS)
-            self._answers.append(answer)
+            arena.answers.append(answer)
             if round_ == 0:
                 changed = [*prompt]
                 changed[len(prompt) // 8] ^= 1
                 power = logprob_distance(answer, arena.reference.complete(changed, _ANSWER_TOKENS))
-            time.sleep(_SETTLE_S)
+            time.sleep(SETTLE_S)
             if arena.contestant.transfer(arena.place) is not None:
                 arena.server.reset_prefix_cache()
                 reply = arena.restored(prompt)
@@ -353,7 +363,7 @@ class _Run:
         )
 
     def _judge(self, how: str, round_: int, reply: Reply) -> None:
-        distance = logprob_distance(self._answers[round_], reply)
+        distance = logprob_distance(self._arena.answers[round_], reply)
         worst = max(self.row.distances.get(how, 0.0), distance)
         self.row = replace(self.row, distances=self.row.distances | {how: worst})
 
@@ -371,8 +381,13 @@ def _spread(samples: Samples) -> dict[str, float]:
     return {name: max(values) / min(values) for name, values in samples.by_name.items()}
 
 
-def _last_line(error: Exception) -> str:
-    """Return the line of a message that says what failed."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if re.search(r"\b\w*(Error|Exception)\b.*: ", line)]
-    return (named or lines or [repr(error)])[-1][-300:]
+def cause(folder: Path, error: Exception) -> str:
+    """Return the first error in the logs of a folder; the last line of `error` if there is none.
+
+    Only the log of the process that failed first names the reason; others say that it failed.
+    """
+    for log in sorted(folder.glob("*.log")):
+        found = _FIRST_ERROR.search(log.read_text(errors="replace"))
+        if found:
+            return str(found[1] or found[2]).strip()[:300]
+    return (str(error).strip() or repr(error)).splitlines()[-1].strip()[-300:]
