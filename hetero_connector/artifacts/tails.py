@@ -1,4 +1,4 @@
-"""Finding the stored tail of a chain: the short chunk at the end of an earlier request."""
+"""Finding the last chunk of a restore: a short one, or one that is longer than what is restored."""
 
 from __future__ import annotations
 
@@ -41,3 +41,15 @@ def longest_tail(
             if found:
                 return found
     return []
+
+
+def chunk_beyond(
+    known: Matches, chain: RequestChain, last: ChunkRange | None, limit_tokens: int
+) -> list[StoredChunk]:
+    """Find the longest stored chunk of `chain` after `last` that ends after `limit_tokens`.
+
+    It is full or short; empty if there is none.
+    """
+    start = last.end if last else 0
+    end = min(chain.num_tokens, start + chain.chunk_tokens)
+    return longest_tail(known, chain, last, end, limit_tokens - start, chain.chunk_tokens)

@@ -136,11 +136,19 @@ class ChunkTiers(NamedTuple):
 class Boundaries:
     """The boundaries at the ends of successive chunks, and the tiers of the chunks' state.
 
-    All chunks are on the grid and have the prefix types. The last one, the tail, may be short.
+    All chunks are on the grid and have the prefix types. The last one, the tail, may be short, or
+    cut: if it ends after the last token to restore, its boundary is before its end.
     """
 
-    def __init__(self, grid: ChunkGrid, chunks: Sequence[StoredChunk], tiers: ChunkTiers) -> None:
+    def __init__(
+        self,
+        grid: ChunkGrid,
+        chunks: Sequence[StoredChunk],
+        tiers: ChunkTiers,
+        limit_tokens: int,
+    ) -> None:
         first, last = chunks[0].chunk, chunks[-1].chunk
+        end = last.end if last.end <= limit_tokens else grid.model.last_cut(limit_tokens)
         index = first.start // grid.layout.chunk_tokens
         self.grid, self.chunks, self.tiers = grid, chunks, tiers
         self.ends = grid.ends(index, len(chunks))
@@ -153,17 +161,23 @@ class Boundaries:
             self.cells += self.columns
         self.tail_tiers = chunks[-1].tiers
         self.tail_bytes: dict[StateType, int] = {}
-        """Bytes of the tail by type if it is short; else empty."""
-        if last.end - last.start < grid.layout.chunk_tokens:
+        """Bytes of the tail by type if it is short or cut; else empty."""
+        self.tail_page_bytes = self.tail_bytes
+        """The part of them that is copied to pages; all of an artifact is brought to DRAM."""
+        if end - last.start < grid.layout.chunk_tokens:
             self.ends = self.ends.copy()
-            self.ends[-1] = last.end
-            self.tail_bytes = {
-                t: grid.layout.artifact_bytes(t, last.start, last.end)
-                for t in grid.model.state_types
-            }
+            self.ends[-1] = end
+            self.tail_bytes = self._tail_bytes(last.start, last.end)
+            self.tail_page_bytes = self._tail_bytes(last.start, end)
+
+    def _tail_bytes(self, start: int, end: int) -> dict[StateType, int]:
+        layout = self.grid.layout
+        return {t: layout.artifact_bytes(t, start, end) for t in self.grid.model.state_types}
 
     @classmethod
-    def of(cls, grid: ChunkGrid, chunks: Sequence[StoredChunk]) -> Boundaries | None:
+    def of(
+        cls, grid: ChunkGrid, chunks: Sequence[StoredChunk], limit_tokens: int
+    ) -> Boundaries | None:
         """Take the chunks before the first that lacks a prefix type; None if there are none."""
         if not chunks:
             return None
@@ -172,12 +186,12 @@ class Boundaries:
             if not mapping.keys() >= needed:
                 chunks, tiers = chunks[:first], tiers.up_to(first)
                 break
-        return cls(grid, chunks, tiers) if chunks else None
+        return cls(grid, chunks, tiers, limit_tokens) if chunks else None
 
     def plan(self, index: int, replay_tokens: int = 0, *, parked: bool = False) -> RestorePlan:
-        """The plan to restore up to the end of a chunk, by its checkpoint or by a replay."""
+        """The plan to restore up to the boundary of a chunk, by its checkpoint or by a replay."""
         model, chunks = self.grid.model, self.chunks[: index + 1]
-        boundary = chunk_end(chunks[-1])
+        boundary = int(self.ends[index])
         return RestorePlan(
             boundary,
             chunks,

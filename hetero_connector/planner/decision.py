@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.boundaries import Boundaries, Floats
 from hetero_connector.planner.cost_model import CostTerms
-from hetero_connector.planner.plan import RestorePlan, chunk_end
+from hetero_connector.planner.plan import RestorePlan
 from hetero_connector.planner.pricing import LoadTimes, Prices, Pricing
 
 
@@ -249,9 +249,9 @@ class RestoreDecision:
             possible = (strategy.prices.exposed_s < math.inf).tolist()
             in_time = strategy.in_time_from(0).tolist()
             load_bytes = at.load_bytes(by_replay=strategy.replay_tokens > 0)
-            for index, (stored, size_bytes) in enumerate(zip(at.chunks, load_bytes, strict=True)):
+            ends = at.ends.astype(int).tolist()
+            for index, (boundary, size_bytes) in enumerate(zip(ends, load_bytes, strict=True)):
                 if possible[index]:
-                    boundary = chunk_end(stored)
                     yield RestoreCandidate(
                         boundary,
                         boundary - strategy.replay_tokens,

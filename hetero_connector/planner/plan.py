@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hetero_connector.artifacts.record import StoredChunk, Tier
+from hetero_connector.artifacts.record import StoredChunk, Tier, distinct_tiers
 from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.state_types import StateType
 
@@ -22,7 +22,8 @@ class RestorePlan:
 
     boundary: int
     chunks: Sequence[StoredChunk]
-    """The chunks that reach past the local tokens, in order; the last ends at `boundary`."""
+    """The chunks that reach past the local tokens, in order. The last ends at `boundary`, or it is
+    cut there: then it ends after it, and no boundary state is needed (`ModelSpec.last_cut`)."""
     prefix_types: tuple[StateType, ...]
     boundary_types: tuple[StateType, ...]
     tiers: Sequence[Mapping[StateType, Tier]]
@@ -37,6 +38,17 @@ class RestorePlan:
     def resume_tokens(self) -> int:
         """The first token that the engine computes."""
         return self.boundary - self.replay_tokens
+
+    def cut_to(self, boundary: int) -> RestorePlan:
+        """Return the plan for an earlier boundary that needs no boundary state."""
+        chunks = [x for x in self.chunks if x.chunk.start < boundary]
+        return replace(
+            self,
+            boundary=boundary,
+            chunks=chunks,
+            boundary_types=(),
+            tiers=distinct_tiers(chunks),
+        )
 
     @property
     def source_tiers(self) -> set[Tier]:
@@ -90,14 +102,20 @@ class WindowReplay:
 
 
 def chunks_between(
-    stored: Sequence[StoredChunk], local_tokens: int, limit_tokens: int
+    stored: Sequence[StoredChunk], local_tokens: int, limit_tokens: int, cut_tokens: int = 0
 ) -> Sequence[StoredChunk]:
-    """The chunks that end in (`local_tokens`, `limit_tokens`]; usually all of them."""
+    """The chunks that end in (`local_tokens`, `limit_tokens`]; usually all of them.
+
+    With `cut_tokens`, a boundary after the local tokens, also the chunk that can be cut there.
+    """
     first = 0
     if stored and chunk_end(stored[0]) <= local_tokens:
         first = bisect_right(stored, local_tokens, key=chunk_end)
     if first or (stored and chunk_end(stored[-1]) > limit_tokens):
-        return stored[first : bisect_right(stored, limit_tokens, key=chunk_end)]
+        stop = bisect_right(stored, limit_tokens, key=chunk_end)
+        if stop < len(stored) and max(stored[stop].chunk.start, local_tokens) < cut_tokens:
+            stop += 1
+        return stored[first:stop]
     return stored
 
 

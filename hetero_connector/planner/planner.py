@@ -105,11 +105,14 @@ class RestorePlanner:
         """Decide what to restore of `stored`, one unbroken chain from the first chunk.
 
         The engine has the state of the first `local_tokens`. A boundary is at most
-        `limit_tokens`. All `prompt_tokens` must be restored or computed. `may_replay`: False if
-        this request's windows cannot be rebuilt. Loading wins a tie, and the deeper boundary.
+        `limit_tokens`: a chunk that ends after that is cut, if the model's state can be. All
+        `prompt_tokens` must be restored or computed. `may_replay`: False if this request's windows
+        cannot be rebuilt. Loading wins a tie, and the deeper boundary.
         """
         pricing = Pricing(self._grid, self.costs, self._tables, prompt_tokens, load)
-        boundaries = Boundaries.of(self._grid, chunks_between(stored, local_tokens, limit_tokens))
+        cut_tokens = self._grid.model.last_cut(limit_tokens)
+        chunks = chunks_between(stored, local_tokens, limit_tokens, cut_tokens)
+        boundaries = Boundaries.of(self._grid, chunks, limit_tokens)
         considered = CandidateSet(
             pricing,
             pricing.load_times(boundaries) if boundaries else None,

@@ -131,7 +131,7 @@ class LoadTimes:
         self, boundaries: Boundaries, to_pages: TierLoad, to_dram: Sequence[TierLoad]
     ) -> None:
         """`to_pages`: the load from DRAM. `to_dram`: those from the other tiers with state."""
-        grid, tail = boundaries.grid, boundaries.tail_bytes
+        grid, tail = boundaries.grid, boundaries.tail_page_bytes
         count, chunk_s = len(boundaries.ends), to_pages.table.chunk_s
         self.boundaries, self._types = boundaries, grid.model.boundary_types
         self._to_pages, self._to_dram = to_pages, to_dram

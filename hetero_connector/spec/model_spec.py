@@ -192,6 +192,14 @@ class ModelSpec:
         """All types that a chunk ending at this boundary must have, so that a request resumes."""
         return self.prefix_types + self.boundary_types_at(boundary)
 
+    def last_cut(self, limit: int) -> int:
+        """The last boundary up to `limit` tokens at which a chunk can be cut; 0 if none can be.
+
+        Boundary state is stored for the ends of chunks. Without it, a request may resume at any
+        multiple of the alignment.
+        """
+        return 0 if self.boundary_types else limit - limit % self.alignment
+
     def is_complete(self, present: Set[StateType], boundary: int) -> bool:
         """True if a chunk ending at this boundary needs no more types than those present."""
         return present >= set(self.types_at(boundary))

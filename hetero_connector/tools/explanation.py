@@ -21,7 +21,7 @@ from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.generation import FIRST
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import SlotRef, Tier
-from hetero_connector.artifacts.tails import longest_tail
+from hetero_connector.artifacts.tails import chunk_beyond, longest_tail
 from hetero_connector.engine.scheduler.learned import read_learned
 from hetero_connector.errors import ConfigError, StoreError
 from hetero_connector.planner.compute_model import ComputeRegression
@@ -87,7 +87,11 @@ def decide(
     chain = RequestChain(ChainHasher(fingerprint, layout.chunk_tokens, _generation(directory)))
     chain.extend(token_ids)
     stored = index.match(chain.chunks(known - 1))
-    stored += longest_tail(index, chain, stored[-1].chunk if stored else None, known - 1)
+    last = stored[-1].chunk if stored else None
+    tail = longest_tail(index, chain, last, known - 1)
+    if max((x.chunk.end for x in tail or stored), default=0) < layout.model.last_cut(known - 1):
+        tail = chunk_beyond(index, chain, last, known - 1) or tail
+    stored += tail
     recorded = _described(directory, EngineSettings.of, description)
     settings = recorded or EngineSettings()
     known_costs, costs_from = _costs(directory, profile, description)

@@ -147,6 +147,27 @@ def test_restored_from_ssd(engine: Engine) -> None:
     engine.compare(restored, reference)
 
 
+@pytest.mark.parametrize("model", ["dense", "gemma3"])
+@pytest.mark.parametrize(("num_tokens", "tier"), [(1280, "dram"), (1344, "ssd")])
+def test_a_prompt_whose_last_chunk_ends_with_it(engine: Engine, num_tokens: int, tier: str) -> None:
+    """The full or short chunk is cut; with windows, the request resumes at the chunk before."""
+    prompt, layout = PROMPT[:num_tokens], scheduler_side(engine.llm).layout
+    generate(engine.llm, prompt)
+    settle(engine.llm)
+    reference = engine.own_hit([prompt], max_tokens=64)[0]
+    if tier == "ssd":
+        leave_on_ssd_only(engine.llm)
+    forget_local(engine.llm)
+    before = metric("heterocache_hit_tokens_total", tier=tier)
+    restored = generate(engine.llm, prompt, max_tokens=64)
+    step = layout.chunk_tokens if layout.model.boundary_types else layout.model.alignment
+    assert restored.num_cached_tokens == (num_tokens - 1) // step * step
+    assert metric("heterocache_hit_tokens_total", tier=tier) - before == (
+        restored.num_cached_tokens
+    )
+    engine.compare(restored, reference)
+
+
 @pytest.mark.parametrize("shared", [300, 700, 1100])
 def test_restored_at_an_earlier_boundary_with_another_suffix(engine: Engine, shared: int) -> None:
     other = PROMPT[:shared] + prompt_tokens(150, seed=shared)

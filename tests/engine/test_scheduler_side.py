@@ -72,6 +72,32 @@ def test_the_next_request_restores_up_to_the_last_boundary(hybrid: Engine) -> No
     assert load.copy.blocks[SWA, 1].ids == hybrid.tables.ids["b"][1][10:12]
 
 
+@pytest.mark.parametrize(("num_tokens", "restored"), [(192, 176), (176, 160), (177, 176)])
+def test_a_prompt_asked_again_computes_one_block_though_its_chunk_ends_with_it(
+    dense: Engine, num_tokens: int, restored: int
+) -> None:
+    """The last chunk, full or short, is cut before the token that vLLM must compute."""
+    dense.run(FakeRequest("a", tokens(num_tokens)))
+    dense.recorder.drain()
+    assert dense.admit(FakeRequest("b", tokens(num_tokens))) == restored
+    (load,) = dense.step(b=num_tokens - restored).loads
+    assert [x.end for x in load.copy.artifacts] == [64, 128, num_tokens - num_tokens % 16]
+    assert load.copy.blocks[KV, 0].ids == dense.tables.ids["b"][0][: restored // 16]
+    assert load.resume_tokens == restored
+    counted = dense.counters()
+    labels = "{state_type=dense_kv,tier=dram}"
+    assert counted[f"heterocache_restored_tokens{labels}"] == restored
+    assert counted[f"heterocache_restored_bytes{labels}"] == restored * 16
+    assert counted["heterocache_hit_tokens{tier=dram}"] == restored
+    request = FakeRequest("c", tokens(num_tokens))
+    assert dense.admit(request, local=restored) == 0, "the engine has as much itself"
+
+
+def test_boundary_state_ends_where_its_chunk_does(hybrid: Engine) -> None:
+    hybrid.run(FakeRequest("a", tokens(192)))
+    assert hybrid.admit(FakeRequest("b", tokens(192))) == 128
+
+
 def test_the_end_of_a_request_is_a_boundary_of_its_own(hybrid: Engine) -> None:
     hybrid.run(FakeRequest("a", tokens(110)))
     turn = FakeRequest("b", [*tokens(110), *tokens(50, seed=9)])

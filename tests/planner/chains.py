@@ -121,13 +121,18 @@ class SlowPlanner:
     prompt_tokens: int
 
     def terms(
-        self, chunks: Sequence[StoredChunk], start_tokens: int, replay_tokens: int = 0
+        self,
+        chunks: Sequence[StoredChunk],
+        start_tokens: int,
+        replay_tokens: int = 0,
+        cut: int | None = None,
     ) -> CostTerms:
         """The terms of loading `chunks`, the last with its boundary state unless that is replayed.
 
-        `start_tokens`: where computing starts when `chunks` is empty.
+        `start_tokens`: where computing starts when `chunks` is empty. `cut`: the last of `chunks`
+        is copied to pages up to there.
         """
-        resume = chunks[-1].chunk.end - replay_tokens if chunks else start_tokens
+        resume = cut or (chunks[-1].chunk.end - replay_tokens if chunks else start_tokens)
         compute_s, first_s = self._compute(resume)
         staged: dict[Tier, dict[StateType, float]] = {}
         to_pages: dict[StateType, float] = {}
@@ -139,7 +144,9 @@ class SlowPlanner:
                 size = self.layout.artifact_bytes(t, stored.chunk.start, stored.chunk.end)
                 if not size:  # of a local chunk that has just begun nothing is stored
                     continue
-                to_pages[t] = to_pages.get(t, 0) + size
+                end = min(resume, stored.chunk.end) if cut else stored.chunk.end
+                copied = self.layout.artifact_bytes(t, stored.chunk.start, end)
+                to_pages[t] = to_pages.get(t, 0) + copied
                 if stored.tiers[t] is not Tier.DRAM:
                     by_type = staged.setdefault(stored.tiers[t], {})
                     by_type[t] = by_type.get(t, 0) + size

@@ -25,8 +25,28 @@ def test_dense_takes_every_chunk_up_to_the_limit() -> None:
 
 def test_at_least_one_token_is_left_to_compute() -> None:
     chain = [stored(0, KV)]
-    assert deepest(DENSE, chain, 0, CHUNK - 1) is None
-    assert deepest(DENSE, chain, 0, CHUNK) is not None
+    assert deepest(HYBRID, [stored(0, KV, SWA)], 0, CHUNK - 1) is None
+    for limit, boundary in ((CHUNK, CHUNK), (CHUNK - 1, CHUNK - 16), (16, 16)):
+        plan = deepest(DENSE, chain, 0, limit)
+        assert plan is not None
+        assert (plan.boundary, list(plan.chunks)) == (boundary, chain)
+    assert deepest(DENSE, chain, 0, 15) is None
+
+
+def test_a_chunk_is_cut_only_after_the_local_tokens() -> None:
+    chain = [stored(0, KV), stored(1, KV)]
+    plan = deepest(DENSE, chain, local_tokens=2 * CHUNK - 32, limit_tokens=2 * CHUNK - 1)
+    assert plan is not None
+    assert (plan.boundary, list(plan.chunks)) == (2 * CHUNK - 16, chain[1:])
+    assert deepest(DENSE, chain, local_tokens=2 * CHUNK - 16, limit_tokens=2 * CHUNK - 1) is None
+
+
+def test_a_plan_that_is_cut_has_what_lies_before() -> None:
+    chain = [stored(i, KV, SWA) for i in range(4)]
+    plan = deepest(HYBRID, chain, 0, 4 * CHUNK)
+    assert plan is not None
+    cut = plan.cut_to(2 * CHUNK + 16)
+    assert (cut.boundary, list(cut.chunks), cut.boundary_types) == (2 * CHUNK + 16, chain[:3], ())
 
 
 def test_a_chunk_that_reaches_past_the_local_tokens_is_loaded() -> None:

@@ -118,7 +118,11 @@ class Case:
             end = stored.chunk.end
             if end <= self.local_tokens:
                 continue
+            cut = self.model.last_cut(self.prompt_tokens - 1)
             if end >= self.prompt_tokens:
+                complete = all(t in stored.tiers for t in self.model.prefix_types)
+                if complete and max(stored.chunk.start, self.local_tokens) < cut:
+                    expected[cut, 0] = slow.terms([*chunks, stored], 0, cut=cut)
                 break
             chunks = [*chunks, stored]
             if any(t not in stored.tiers for t in self.model.prefix_types):
@@ -132,20 +136,34 @@ class Case:
         return expected
 
 
+local_tokens = st.sampled_from([0, 0, 16, CHUNK, CHUNK + 16, 3 * CHUNK])
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     model = draw(models)
     return Case(
         model,
         draw(chains(model)),
-        draw(st.sampled_from([0, 0, 16, CHUNK, CHUNK + 16, 3 * CHUNK])),
+        draw(local_tokens),
         draw(st.integers(4 * CHUNK, 12 * CHUNK)),
         draw(cost_models(model)),
         draw(loads),
     )
 
 
-@given(cases(), st.sampled_from([0, 0, 30, 100]))
+@st.composite
+def cut_cases(draw: st.DrawFn) -> Case:
+    """The last chunk ends with the prompt, or after the last token to restore."""
+    tiers = draw(st.lists(st.sampled_from(Tier), min_size=4, max_size=8))
+    stored = full_chain(*tiers, model=DENSE)
+    end = stored[-1].chunk.end
+    prompt = draw(st.integers(end - 40, end))
+    costs = draw(cost_models(DENSE))
+    return Case(DENSE, stored, draw(local_tokens), prompt, costs, draw(loads))
+
+
+@given(cases() | cut_cases(), st.sampled_from([0, 0, 30, 100]))
 def test_the_decision_is_the_cheapest_of_all_candidates(case: Case, replay_tokens: int) -> None:
     expected = case.every_candidate(replay_tokens)
     decision = case.decide(replay_tokens=replay_tokens)
@@ -170,7 +188,7 @@ def test_planned_is_never_worse_than_always_or_never_loading(case: Case) -> None
     assert planned <= min(always, never)
 
 
-@given(cases())
+@given(cases() | cut_cases())
 def test_always_load_takes_the_deepest_boundary(case: Case) -> None:
     plan = case.decide("always_load").plan
     deepest = max(boundary for boundary, _ in case.every_candidate(replay_tokens=0))

@@ -55,6 +55,17 @@ def test_nothing_is_the_prefill_of_all_tokens() -> None:
     assert nothing.terms == approx(0, 0, 1.51, 0, 0)
 
 
+def test_of_a_chunk_that_is_cut_only_what_is_needed_is_copied_but_all_is_read() -> None:
+    """The second chunk, on SSD, is needed up to 48 of 64 tokens: 3 of 4 pages of 1,000 bytes."""
+    costs = costs_of(DENSE, load={**DRAM, Tier.SSD: rates(0.01, 1e-5)})
+    load = EngineLoad(hidden_share=0.0)
+    *_, cut = candidates(costs, [Tier.DRAM, Tier.SSD], load, prompt_tokens=2 * CHUNK)
+    assert (cut.boundary, cut.resume_tokens) == (2 * CHUNK - 16, 2 * CHUNK - 16)
+    # staged in 10 ms + 4000 x 10 us, copied in 1 ms + 7000 x 1 us
+    compute_s = 0.01 + 16 * 1e-3 + 1e-6 * 16 * (112 + 8)
+    assert cut.terms == approx(0, 0.05 + 0.008, compute_s, 0, 0)
+
+
 def test_local_tokens_are_context_and_are_not_computed() -> None:
     nothing = candidates(costs_of(DENSE), [], EngineLoad(), local_tokens=400)[0]
     # 10 ms + 600 x 1 ms + 1e-6 x 600 x (400 + 300)

@@ -23,6 +23,7 @@ from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.generation_file import GENERATION_NAME, GenerationFile
 from hetero_connector.store.ssd.journal_format import JournalRow
 from hetero_connector.tools import cli
+from hetero_connector.tools.explanation import decide
 from tests.engine.fakes import DENSE, HYBRID
 
 CHUNK = 64
@@ -68,6 +69,17 @@ def store(root: Path, model: ModelSpec, **recorded: object) -> Path:
     path = opened.path
     opened.close()
     return path
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "boundary"), [(225, 224), (224, 208), (192, 176), (191, 128), (64, 48)]
+)
+def test_a_prompt_that_ends_with_a_chunk_resumes_within_it(
+    directory: Path, num_tokens: int, boundary: int
+) -> None:
+    plan = decide(directory, TOKENS[:num_tokens], None, in_dram=True).decision.plan
+    assert plan is not None
+    assert plan.boundary == boundary
 
 
 @pytest.fixture

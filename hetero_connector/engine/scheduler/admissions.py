@@ -242,7 +242,7 @@ class Admissions:
 
     def _share(self, tracker: RequestTracker, pending: PendingRestore) -> list[Load]:
         """Return the order to load the restore's shared boundary, if it has one."""
-        if pending.shared is None or pending.cut is not None or tracker.outdated:
+        if pending.shared is None or tracker.outdated:
             return []
         request, parked = tracker.request, pending.plan.parked
         pages = self._shared.take(request, pending.shared.chunk, parked=parked)

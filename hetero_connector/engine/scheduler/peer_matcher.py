@@ -83,7 +83,8 @@ class _Search:
     chunks: list[ChunkRange]
     """Full chunks looked up, in order."""
     tails: list[ChunkRange]
-    """Short chunks looked up, in any order."""
+    """Short chunks looked up, and a full one that ends after the last token to restore; in any
+    order."""
     lookup: Lookup
     local_ends: frozenset[int]
     """Ends of the full chunks that the own store has after a gap."""
@@ -97,7 +98,7 @@ class _Search:
     remote: dict[int, StoredChunk] = field(default_factory=dict)
     """Full chunks at peers, by their end."""
     remote_tails: dict[int, StoredChunk] = field(default_factory=dict)
-    """Short chunks at peers, by their end."""
+    """Chunks of `tails` at peers, by their end."""
     copies: dict[ArtifactId, PeerCopy] = field(default_factory=dict)
     spare_copies: dict[ArtifactId, list[PeerCopy]] = field(default_factory=dict)
     """Further copies of an artifact, best first."""
@@ -198,6 +199,14 @@ class PeerMatcher:
         ends = [e for e in search.remote_tails if end < e <= min(limit, end + self._size)]
         return [search.remote_tails[max(ends)]] if ends else []
 
+    def chunk_beyond(self, tracker: RequestTracker, end: int, limit: int) -> list[StoredChunk]:
+        """Return the longest chunk that a peer has from `end` to after `limit` tokens, if any."""
+        search = self._searches.get(tracker.request.request_id)
+        if search is None:
+            return []
+        ends = [e for e in search.remote_tails if limit < e <= end + self._size]
+        return [search.remote_tails[max(ends)]] if ends else []
+
     def copies(self, tracker: RequestTracker) -> Mapping[ArtifactId, PeerCopy]:
         """Return the place of each artifact found at peers."""
         search = self._searches.get(tracker.request.request_id)
@@ -269,10 +278,13 @@ class PeerMatcher:
         return any(map(self._is_whole, self._store.match([tracker.chain.ending_at(end)])))
 
     def _possible_tails(self, tracker: RequestTracker, end: int, limit: int) -> list[ChunkRange]:
-        """Return every short chunk that may begin at `end`."""
+        """Return every chunk that may begin at `end` and ends the restore: short, or cut."""
         step = self._tail_step
         last = min(limit, end + self._size - 1)
         ends = set(range(end + step, last + 1, step))
+        if self._model.last_cut(limit) > end:
+            beyond = limit + 1 + -(limit + 1) % step
+            ends.update(range(beyond, min(tracker.chain.num_tokens, end + self._size) + 1, step))
         handoff = handoff_tokens(tracker.request, limit)
         if handoff is not None and end < handoff <= last:
             ends.add(handoff)
@@ -281,13 +293,14 @@ class PeerMatcher:
     def _read_answer(self, search: _Search) -> None:
         found = search.lookup.found
         search.is_read = True
-        for chunk, records in zip((*search.chunks, *search.tails), found, strict=False):
+        looked_up = (*search.chunks, *search.tails)
+        for index, (chunk, records) in enumerate(zip(looked_up, found, strict=False)):
             copies = self._without_wrong_sizes(chunk, records)
             if not copies:
                 continue
             tiers, _ = self._shared.share({t: _tier_of(best) for t, (best, *_) in copies.items()})
             stored = StoredChunk(chunk, tiers)
-            if chunk.end - chunk.start == self._size:
+            if index < len(search.chunks):
                 search.remote[chunk.end] = stored
             elif self._is_whole(stored):  # a tail is of use only with all of its state
                 search.remote_tails[chunk.end] = stored
@@ -306,13 +319,12 @@ class PeerMatcher:
             return True
         if handoff is not None:
             return handoff > end and handoff not in search.remote_tails
+        if (limit + 1) % self._tail_step == 0:
+            # The prompt ends on a boundary and has its last state there, where no request may
+            # resume: it is of use only if it can be cut.
+            return end < self._model.last_cut(limit) and limit + 1 not in search.remote_tails
         last = limit - limit % self._tail_step
-        # A prompt that ends on a boundary has its last state there, where no request may resume.
-        return (
-            (limit + 1) % self._tail_step != 0
-            and last % self._size != 0
-            and (last not in search.remote_tails)
-        )
+        return last % self._size != 0 and last not in search.remote_tails
 
     def _is_whole(self, stored: StoredChunk) -> bool:
         return self._model.is_complete(stored.tiers.keys(), stored.chunk.end)

@@ -68,7 +68,7 @@ class Wait:
             return "compute"
         if plan.replay_tokens:
             return "replay"
-        return "load" if plan.boundary == self.stored[-1].chunk.end else "load_part"
+        return "load" if _end(plan.chunks[-1]) == _end(self.stored[-1]) else "load_part"
 
     @property
     def low_utility_chunks(self) -> Sequence[StoredChunk]:
@@ -76,7 +76,7 @@ class Wait:
         decision = self.decision
         if not decision or RestoreAction.DROP_LOW_UTILITY_ARTIFACT not in decision.actions:
             return ()
-        taken = decision.plan.boundary if decision.plan else self.local_tokens
+        taken = _end(decision.plan.chunks[-1]) if decision.plan else self.local_tokens
         return self.stored[bisect_right(self.stored, taken, key=_end) :]
 
     @property
@@ -204,7 +204,7 @@ class Predictions:
         boundary, reason = local_tokens, NothingRestored.LOAD_LOST if tracker.is_lost else None
         if restore is not None:
             local_tokens, restored = restore.local_tokens, tokens_by_tier(restore)
-            boundary = restore.plan.boundary if restore.cut is None else restore.cut
+            boundary = restore.plan.boundary
         elif reason is None:
             reason = wait.nothing_restored
         loaded_s = restore.loaded_s if restore is not None else None

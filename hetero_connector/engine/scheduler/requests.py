@@ -32,8 +32,6 @@ class PendingRestore:
     local_tokens: int
     loads_left: int = 0
     """Ordered loads that some rank has not reported yet."""
-    cut: int | None = None
-    """First token to compute, if vLLM admitted fewer tokens than the plan has."""
     loaded_s: float | None = None
     """Clock time at which all ranks had loaded it; None before."""
     shared: StoredChunk | None = None

@@ -67,26 +67,28 @@ class RestoreCounter:
         if plan.replay_tokens:
             self._recorder.add("heterocache_replayed_tokens", plan.replay_tokens)
         count = self._count_run if _in_dram(plan) else self._count_tiers
+        loaded = range(local, plan.boundary)
         for state_type in plan.prefix_types:
-            count(plan.chunks, state_type, local, Tier.DRAM)
+            count(plan.chunks, state_type, loaded, Tier.DRAM)
         for state_type in plan.boundary_types:
-            count(plan.chunks[-1:], state_type, local, Tier.DRAM)
+            count(plan.chunks[-1:], state_type, loaded, Tier.DRAM)
 
     def _count_tiers(
-        self, chunks: Sequence[StoredChunk], state_type: StateType, local_tokens: int, _: Tier
+        self, chunks: Sequence[StoredChunk], state_type: StateType, loaded: range, _: Tier
     ) -> None:
         """Count runs of successive chunks whose artifact was in one tier."""
         for tier, run in groupby(chunks, key=lambda stored: stored.tiers[state_type]):
-            self._count_run(list(run), state_type, local_tokens, tier)
+            self._count_run(list(run), state_type, loaded, tier)
 
     def _count_run(
-        self, run: Sequence[StoredChunk], state_type: StateType, local_tokens: int, tier: Tier
+        self, run: Sequence[StoredChunk], state_type: StateType, loaded: range, tier: Tier
     ) -> None:
         first, last = run[0].chunk, run[-1].chunk
         # All chunks but the last are full, so they have one size.
         size = (len(run) - 1) * self._layout.artifact_bytes(state_type, first.start, first.end)
-        size += self._layout.artifact_bytes(state_type, last.start, last.end)
-        tokens = last.end - max(first.start, local_tokens)
+        end = min(last.end, loaded.stop)
+        size += self._layout.artifact_bytes(state_type, last.start, end)
+        tokens = end - max(first.start, loaded.start)
         labels = {"tier": tier.value, "state_type": state_type.value}
         self._recorder.add("heterocache_restored_tokens", tokens, **labels)
         self._recorder.add("heterocache_restored_bytes", size, **labels)
@@ -98,11 +100,8 @@ def tokens_by_tier(pending: PendingRestore) -> dict[str, int]:
 
 
 def _beyond(pending: PendingRestore) -> RestorePlan:
-    """Return the plan up to the admitted boundary, without chunks in the engine's own cache."""
+    """Return the plan without chunks in the engine's own cache."""
     plan, local_tokens = pending.plan, pending.local_tokens
-    if pending.cut is not None:
-        chunks = [x for x in plan.chunks if x.chunk.start < pending.cut]
-        plan = replace(plan, boundary=pending.cut, chunks=chunks, boundary_types=())
     if plan.chunks[0].chunk.end > local_tokens:
         return plan
     return replace(plan, chunks=[s for s in plan.chunks if s.chunk.end > local_tokens])

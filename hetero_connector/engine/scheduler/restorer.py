@@ -21,7 +21,7 @@ from hetero_connector.artifacts.record import (
     distinct_tiers,
     num_unbroken,
 )
-from hetero_connector.artifacts.tails import longest_tail
+from hetero_connector.artifacts.tails import chunk_beyond, longest_tail
 from hetero_connector.engine.messages import ArtifactSpan, Blocks, Load
 from hetero_connector.engine.scheduler.block_tables import BlockTable
 from hetero_connector.engine.scheduler.handoff import handoff_tokens
@@ -129,7 +129,7 @@ class Restorer:
                 pending.plan = replace(plan, replay_tokens=plan.boundary - end)
             return pending.plan is not plan
         if end % self._model.handoff_step == 0 and not self._model.boundary_types_at(end):
-            pending.cut = end
+            pending.plan, pending.shared = plan.cut_to(end), None
             return True
         return self._admit_shorter(tracker, pending, end)
 
@@ -170,8 +170,7 @@ class Restorer:
         """Return the order to load an admitted restore."""
         pending = tracker.restore
         assert pending is not None
-        end = pending.plan.boundary if pending.cut is None else pending.cut
-        tokens = range(pending.local_tokens, end)
+        tokens = range(pending.local_tokens, pending.plan.boundary)
         request_id = tracker.request.request_id
         return self.build_partial_load(request_id, pending, table, tokens)
 
@@ -180,9 +179,9 @@ class Restorer:
     ) -> Load:
         """Return the order to load the range `tokens` of an admitted restore."""
         plan = pending.plan
-        types = plan.prefix_types if pending.cut else plan.prefix_types + plan.boundary_types
+        types = plan.prefix_types + plan.boundary_types
         blocks = self._blocks(types, table, tokens)
-        spans = [_within(x, tokens) for x in self._spans(pending) if x.state_type in types]
+        spans = [_within(x, tokens) for x in self._spans(pending)]
         pending.loads_left += 1
         load_id = next(self._load_ids)
         return Load(request_id, spans, blocks, plan.parked, resume=tokens.stop, load_id=load_id)
@@ -266,7 +265,7 @@ class Restorer:
     def _find_stored(
         self, tracker: RequestTracker, local_tokens: int, limit: int
     ) -> list[StoredChunk]:
-        """Return the matching chunks and the longest matching tail, without failed artifacts.
+        """Return the matching chunks, without failed artifacts. The last may be a tail, or be cut.
 
         They include chunks of which nothing is stored, if the engine has their tokens in pages.
         """
@@ -275,7 +274,7 @@ class Restorer:
         tracker.matched_chunks = num_unbroken(stored, needed)
         if tracker.matched_chunks < len(stored):
             del stored[num_unbroken(stored, needed, local_tokens) :]
-        stored += self._find_tail(tracker, stored, limit)
+        stored += self._find_last(tracker, stored, local_tokens, limit)
         attempts, tiers = tracker.attempts, tracker.params.kv_load_tiers
         if attempts is None or not attempts.count:
             return stored if tiers == ALL_TIERS else without(stored, set(), tiers)
@@ -284,9 +283,10 @@ class Restorer:
             tiers = DRAM_ALONE
         return without(stored, attempts.failed, tiers)
 
-    def _find_tail(
-        self, tracker: RequestTracker, stored: list[StoredChunk], limit: int
+    def _find_last(
+        self, tracker: RequestTracker, stored: list[StoredChunk], local_tokens: int, limit: int
     ) -> list[StoredChunk]:
+        """Find the chunk after `stored` that restores the most: a tail, or one that is cut."""
         last = stored[-1].chunk if stored else None
         start = last.end if last else 0
         remote = self._peers.tail(tracker, start, limit)
@@ -296,7 +296,15 @@ class Restorer:
         if not 0 < handoff_tail < self._layout.chunk_tokens:
             handoff_tail = 0
         own = longest_tail(self._store, tracker.chain, last, limit, remote_tokens, handoff_tail)
-        return own or remote
+        found = own or remote
+        end = found[-1].chunk.end if found else start
+        if max(end, local_tokens) < self._model.last_cut(limit):
+            found = (
+                chunk_beyond(self._store, tracker.chain, last, limit)
+                or self._peers.chunk_beyond(tracker, start, limit)
+                or found
+            )
+        return found
 
     def _exclude(self, tracker: RequestTracker, pending: PendingRestore) -> None:
         assert tracker.attempts is not None
@@ -330,12 +338,12 @@ class Restorer:
     def _spans(self, pending: PendingRestore) -> list[ArtifactSpan]:
         """Return the plan's artifacts with their place in the arena, one span per state type."""
         plan, size = pending.plan, self._layout.chunk_tokens
-        prefix_start, last_start = plan.chunks[0].chunk.start, plan.chunks[-1].chunk.start
-        starts = [prefix_start] * len(plan.prefix_types) + [last_start] * len(plan.boundary_types)
+        first, last = plan.chunks[0].chunk, plan.chunks[-1].chunk
+        starts = [first.start] * len(plan.prefix_types) + [last.start] * len(plan.boundary_types)
         types = plan.prefix_types + plan.boundary_types
         columns = pending.handle.columns[: len(types)]
         return [
-            ArtifactSpan(state_type, start, plan.boundary, size, offsets)
+            ArtifactSpan(state_type, start, last.end, size, offsets)
             for state_type, start, offsets in zip(types, starts, columns, strict=True)
         ]
 
