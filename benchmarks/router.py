@@ -8,8 +8,8 @@ directory and places by price among `router_sessions.WORKERS` workers.
 the router uses. Goal >= 500.
 `decision_us_64`: microseconds to place a request among 64 workers, its view given. Goal <= 200.
 `cores_at_100_rps_100k`: cores of the router's processes at 100 requests a second of sessions with
-100,000 tokens, among 100 workers. Goal <= 4. Where that rate does not fit on the machine it is the
-value at 100 of a line through the cores at lower rates (`--rates`) and at none.
+100,000 tokens, among 100 workers. Goal <= 4. A small machine has no room for that rate, so it is
+100 times the CPU time of a request at lower rates (`--rates`), and what an idle router takes.
 `memory_growth`: resident memory after `--requests` requests over that after a tenth of them. A
 quarter of them are streams, and some clients leave. Goal <= 1.05.
 `page_ratio`: the same streams with a viewer of the fleet's page over those without, by turns; each

@@ -261,20 +261,22 @@ async def _warm(client: _Client) -> None:
 
 
 def _figures(blocks: Sequence[Block], client: _Client) -> dict[str, float]:
-    """Return the figures; cores for 100 requests a second from a line through all rates."""
-    rates = np.array([x.requests / x.wall_s for x in blocks])
-    slope, base = np.polyfit(rates, [x.cores for x in blocks], 1)
-    redis_slope, redis_base = np.polyfit(rates, [x.redis_s / x.wall_s for x in blocks], 1)
-    highest = max(blocks, key=lambda x: x.rate)
+    """Return the figures; cores for 100 requests a second from the CPU time of one."""
+    idle, *loaded = blocks
+    idle_redis = idle.redis_s / idle.wall_s
+    requests = sum(x.requests for x in loaded)
+    request_s = sum(x.cpu_s - idle.cores * x.wall_s for x in loaded) / requests
+    redis_request_s = sum(x.redis_s - idle_redis * x.wall_s for x in loaded) / requests
+    highest = max(loaded, key=lambda x: x.rate)
     first_ms = [1e3 * x for x in highest.first_byte_s]
     return {
-        "cores_at_100_rps_100k": base + 100 * slope,
+        "cores_at_100_rps_100k": idle.cores + 100 * request_s,
         "measured_rps": highest.requests / highest.wall_s,
         "asked_rps": highest.rate,
         "measured_cores": highest.cores,
-        "ms_of_cpu_per_request": 1e3 * slope,
-        "idle_cores": base,
-        "redis_cores_at_100_rps": redis_base + 100 * redis_slope,
+        "ms_of_cpu_per_request": 1e3 * request_s,
+        "idle_cores": idle.cores,
+        "redis_cores_at_100_rps": idle_redis + 100 * redis_request_s,
         "exact_share": client.certainties["exact"] / client.certainties.total(),
         "prompt_tokens": float(np.mean(client.tokens)),
         "new_tokens": float(np.mean(client.new_tokens)),

@@ -218,14 +218,14 @@ FIGURES: Mapping[str, Mapping[str, Figure]] = {
         ),
         "cores_at_100_rps_100k": Figure(
             "Cores of the router at 100 requests a second of sessions with 100,000 tokens, among "
-            "100 workers, on a line through lower rates",
+            "100 workers, from the CPU time of a request at lower rates",
             "<= 4",
         ),
         "measured_rps": Figure("The highest of these rates, as served"),
         "measured_cores": Figure("Cores at that rate"),
         "idle_cores": Figure("Cores without a request: 100 workers are watched"),
         "ms_of_cpu_per_request": Figure("Milliseconds of CPU for each such request"),
-        "redis_cores_at_100_rps": Figure("Cores of Redis at 100 a second, on such a line"),
+        "redis_cores_at_100_rps": Figure("Cores of Redis at 100 a second, likewise"),
         "prompt_tokens": Figure("Tokens of their prompts, mean"),
         "new_tokens": Figure("New tokens of a turn, mean"),
         "exact_share": Figure("Share of them that were placed `exact`"),
