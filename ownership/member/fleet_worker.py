@@ -212,8 +212,9 @@ class FleetWorker:
         if self._store.take_export_loss():
             # An artifact that has left unnoticed would stay this worker's for ever.
             self._keeper.start_over()
-        if self._keeper.take_loss():
-            self._ledger.on_records_lost()
+        lost_after_s = self._keeper.take_loss()
+        if lost_after_s is not None:
+            self._ledger.on_records_lost(lost_after_s)
             self._chain_users.on_records_lost()
         wait_s = min(
             self._update_serving(),

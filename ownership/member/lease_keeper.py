@@ -47,7 +47,9 @@ class LeaseKeeper:
         self._to_end: Epoch | None = None
         self._memory = ""
         """The name of the directory's memory at the last call."""
-        self._has_lost_records = False
+        self._whole_s = 0.0
+        """The clock when it was last found to have kept its name."""
+        self._lost_after_s: float | None = None
         self._floor = 0
         self._retry_at_s = clock()
         self._last_cause = ""
@@ -65,10 +67,13 @@ class LeaseKeeper:
         if number < LAST_NUMBER:
             self._floor = max(self._floor, number)
 
-    def take_loss(self) -> bool:
-        """Return True, once per loss, if the directory may have lost records of a live epoch."""
-        has_lost, self._has_lost_records = self._has_lost_records, False
-        return has_lost
+    def take_loss(self) -> float | None:
+        """Return, once per loss, the clock when the directory had last lost no records of an epoch.
+
+        None if it has lost none since. It may be long ago: a busy machine hears of a loss late.
+        """
+        lost_after_s, self._lost_after_s = self._lost_after_s, None
+        return lost_after_s
 
     def on_stale(self, epoch: Epoch) -> None:
         """Give up `epoch`: the directory does not know it any more. `run_due` registers again."""
@@ -130,8 +135,8 @@ class LeaseKeeper:
         self._registered = worker
         self.note_number(lease.epoch)
         self._lease = HeldLease(lease, asked_s, self._clock)
-        self._is_stale = self._has_lost_records = False
-        self._memory = lease.memory
+        self._is_stale, self._lost_after_s = False, None
+        self._memory, self._whole_s = lease.memory, asked_s
         self._on_success()
         _log.info("worker %r is registered as epoch %d", lease.worker, lease.epoch)
         return lease.epoch
@@ -149,9 +154,11 @@ class LeaseKeeper:
         lease.on_renewed(asked_s)
         if memory != self._memory:
             self._memory = memory
-            self._has_lost_records = True
+            if self._lost_after_s is None:
+                self._lost_after_s = self._whole_s
             self._recorder.add("heterocache_directory_failures", cause="lost_records")
             _log.warning("the directory may have lost records: this worker repairs its own")
+        self._whole_s = asked_s
         self._on_success()
 
     def _on_success(self) -> None:

@@ -36,9 +36,9 @@ _PAUSE_S = 0.5
 _RECLAIM_LEASES = 1.5
 """Replicas' records are checked this often, so what an owner releases is owned again within two
 leases."""
-_REMEMBERED_LEASES = 2
-"""Answered releases are remembered this long, to be repeated. A directory that went back by more
-than a lease knows no live epoch of this worker."""
+_REPEATED_LEASES = 2
+"""Releases that were answered so long before records were lost are repeated. A directory that went
+back by more than a lease knows no live epoch of this worker."""
 _MAX_REMEMBERED = 65_536
 
 
@@ -60,7 +60,7 @@ class Ledger:
         self._recorder = recorder
         self._ttl_s = listing_ttl_s
         self._reclaim_every_s = min(_RECLAIM_LEASES * lease_s, listing_ttl_s / 3)
-        self._remembered_s = _REMEMBERED_LEASES * lease_s
+        self._repeated_s = _REPEATED_LEASES * lease_s
         self._clock = clock
         self._replicas: dict[ArtifactId, Claim] = {}
         """Artifacts here that other workers own."""
@@ -130,10 +130,13 @@ class Ledger:
             wait_s = min(wait_s, max(0.0, self._send_at_s - now_s))
         return wait_s
 
-    def on_records_lost(self) -> None:
-        """Check everything and repeat recent releases: the directory's memory is another one."""
+    def on_records_lost(self, after_s: float) -> None:
+        """Check everything and repeat recent releases: the directory's memory is another one.
+
+        `after_s`: a time by the clock before which no records were lost.
+        """
         self._audit.check_all()
-        oldest_s = self._clock() - self._remembered_s
+        oldest_s = after_s - self._repeated_s
         recent = {a: token for a, (token, at_s) in self._released.items() if at_s >= oldest_s}
         self._released.clear()
         for artifact in self._store.find_gone(recent):

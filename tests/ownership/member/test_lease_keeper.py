@@ -27,6 +27,7 @@ class ShakyDirectory(MemoryDirectory):
         super().__init__(lambda: fleet.now_s)
         self.error: DirectoryError | None = None
         self.asked: list[str] = []
+        self.memory = ""
 
     def register(self, worker: Worker, lease_s: float, floor: int = 0) -> Lease:
         self._ask("register")
@@ -34,7 +35,8 @@ class ShakyDirectory(MemoryDirectory):
 
     def renew_lease(self, epoch: Epoch) -> str:
         self._ask("renew")
-        return super().renew_lease(epoch)
+        super().renew_lease(epoch)
+        return self.memory
 
     def end_lease(self, epoch: Epoch) -> None:
         self._ask("end")
@@ -133,6 +135,24 @@ def test_a_directory_that_lost_its_memory_is_given_the_greatest_number_seen(flee
     fleet.keeper._directory = empty
     (epoch,) = fleet.pass_s(LEASE_S)
     assert epoch > 5_000
+
+
+def test_a_loss_is_told_once_with_the_time_when_nothing_was_lost_yet(fleet: Fleet) -> None:
+    """Renewals that reach the directory, but are not answered in time, do not move that time."""
+    fleet.pass_s(LEASE_S)
+    assert fleet.keeper.take_loss() is None
+    whole_s = fleet.now_s
+    fleet.directory.memory = "another"
+    fleet.directory.error = DirectoryUnavailableError("late")
+    fleet.pass_s(LEASE_S / 2)
+    fleet.directory.error = None
+    fleet.pass_s(LEASE_S)
+    lost_after_s = fleet.keeper.take_loss()
+    assert lost_after_s is not None
+    assert whole_s - LEASE_S / 2 < lost_after_s <= whole_s
+    assert fleet.keeper.take_loss() is None
+    fleet.pass_s(LEASE_S)
+    assert fleet.keeper.take_loss() is None
 
 
 def test_a_worker_with_a_stale_epoch_registers_at_once(fleet: Fleet) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+import pytest
+
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.metrics import Recorder
 from ownership.directory import Claim, Copy, Grant, GrantOutcome, Worker
@@ -192,6 +194,37 @@ def test_a_release_under_a_new_epoch_is_sent_before_its_claims() -> None:
     ledger.run_due()
     assert [len(batch) for batch in batches] == [256, 43]
     assert ledger._releases == {change(1).id: OWNED.token}
+
+
+class AnsweringThread(FakeThread):
+    """Calls that change the directory are answered, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = MemoryDirectory()
+        self.epoch = self.directory.register(Worker("ann"), 60.0).epoch
+
+    def call(self, job: Job[None], _: float) -> Future[None]:
+        future = Future[None]()
+        future.set_result(job(self.directory, self.epoch))
+        return future
+
+
+@pytest.mark.parametrize(("lost_after_s", "is_repeated"), [(0.0, True), (3.9, True), (4.1, False)])
+def test_releases_of_two_leases_before_a_loss_are_repeated_however_late_it_is_seen(
+    lost_after_s: float, is_repeated: bool
+) -> None:
+    now_s, store, thread = [0.0], ListedStore(), AnsweringThread()
+    ledger = Ledger(store, thread, Recorder(), clock=lambda: now_s[0], lease_s=2.0)  # type: ignore[arg-type]
+    store.put(change(1))
+    ledger.run_due()
+    answered(ledger, OWNED, 1)
+    store.drop(1)
+    ledger.run_due()
+    assert not ledger.has_unsent
+    now_s[0] = 100.0
+    ledger.on_records_lost(lost_after_s)
+    assert ledger.has_unsent == is_repeated
 
 
 def test_each_end_of_a_worker_is_returned_once() -> None:

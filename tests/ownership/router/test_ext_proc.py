@@ -37,7 +37,7 @@ from tests.ownership.router.test_handoffs import ROLES, last_body
 def router(fleet: StubFleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningRouter]:
     """One for all tests that need no keys of their own."""
     folder = tmp_path_factory.mktemp("router")
-    config = config_of(folder, workers=fleet.urls, ext_proc_port=0, max_body_mib=1, client_s=1)
+    config = config_of(folder, workers=fleet.urls, ext_proc_port=0, max_body_mib=1, client_s=4)
     with RunningRouter(config) as running_router:
         yield running_router
 
