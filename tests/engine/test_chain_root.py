@@ -190,3 +190,19 @@ def test_restorable_tokens_equal_those_of_an_oracle(events: list[tuple[str, obje
             weights = (weights[0], 0)
             hear(engine, 2 * fleet)
     engine.side.close()
+
+
+def test_an_idle_engine_steps_to_adopt_a_reset_of_the_fleet(engine: Engine) -> None:
+    """Until then a router sees a fleet whose engines name chains in two ways."""
+    side = engine.side
+    before = side.root.hasher.root
+    engine.step()
+    side._recorder.drain()
+    assert not side._has_news()
+    hear(engine, 7)
+    side._recorder.drain()
+    assert side._has_news()
+    engine.step()
+    assert side.root.hasher.root != before
+    side._recorder.drain()
+    assert not side._has_news()

@@ -84,6 +84,11 @@ class ChainRoot:
         else:
             logger.info("the weights have version %r: only state of this version is found", version)
 
+    @property
+    def is_behind(self) -> bool:
+        """True if the store has another generation than the present root. Any thread may ask."""
+        return self._store.generation is not self._generation
+
     def adopt_fleet_reset(self) -> None:
         """Change the root if the fleet was reset, which another thread notices."""
         if self._has_outdated_pages:

@@ -440,9 +440,12 @@ class SchedulerSide:
         self._has_unanswered = False
 
     def _has_news(self) -> bool:
-        """Return whether a step would have metrics or block events to report. On any thread."""
+        """Return whether a step would report metrics or block events, or adopt a fleet's reset.
+
+        On any thread. Routers and other engines wait for a reset to be adopted.
+        """
         has_events = self._events is not None and self._events.has_news
-        return has_events or self._recorder.has_news()
+        return has_events or self._recorder.has_news() or self.root.is_behind
 
     def _engine_load(self, new: RequestTracker) -> EngineLoad:
         """Return the tracked work that the engine has before the request `new`."""
