@@ -68,9 +68,9 @@ class LeaseKeeper:
             self._floor = max(self._floor, number)
 
     def take_loss(self) -> float | None:
-        """Return, once per loss, the clock when the directory had last lost no records of an epoch.
+        """Return, once per loss of records, the latest clock at which none were lost yet.
 
-        None if it has lost none since. It may be long ago: a busy machine hears of a loss late.
+        None if none were lost. It may be long ago: a busy machine hears of a loss late.
         """
         lost_after_s, self._lost_after_s = self._lost_after_s, None
         return lost_after_s

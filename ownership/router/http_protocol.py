@@ -26,8 +26,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     A head has at most `MAX_HEAD_BYTES`, as has what comes between two pieces of a body, such as
     trailers. A connection is closed if no head is complete `client_s` after its start, or after the
-    first byte that follows an answer; without such a byte uvicorn closes it. So it does if that
-    byte belongs to the body of the request that was answered, and the rest comes in time.
+    first byte that follows an answer. uvicorn closes one on which nothing follows an answer, or the
+    end of a body that was answered before it had come.
 
     A new connection beyond `max_connections` gets one answer, 503 unless it asks for the router's
     own state. Those that are open go on.

@@ -19,7 +19,9 @@ class Questions(Protocol):
     """The workers, and how the router asks them. Used on the event loop."""
 
     @property
-    def workers(self) -> WorkerSet: ...
+    def workers(self) -> WorkerSet:
+        """All workers that are known, whether they serve or not."""
+        ...
 
     def servers(self) -> Mapping[str, Ask]:
         """Return how each worker that serves is asked, by its name."""

@@ -54,9 +54,9 @@ class Leaning:
         """`strength`: the largest factor; 1 means no roles. `demand`: of `PrefillDemand`."""
         whole, part = divmod(min(demand, workers - 1.0), 1.0)
         self.decode: Floats = np.ones(workers)
+        """On a decode: above 1 where prefills are to be."""
         self.decode[: int(whole)] = strength
         if part:
             self.decode[int(whole)] = np.power(strength, part)
-        """On a decode: above 1 where prefills are to be."""
         self.delay: Floats = strength / self.decode
         """On the delay of decodes by a prefill: above 1 where they are to be undisturbed."""

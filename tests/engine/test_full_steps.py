@@ -109,7 +109,7 @@ def test_a_session_is_exact_when_only_decodes_are_full_graphs(shared_llm: Any, m
         assert restored.num_cached_tokens == case.boundary(len(PROMPT) + len(reply))
         forget_local(llm)
         in_batch, *cold = generate_batch(llm, [turn, *others], max_tokens=8)
-        # The turn has whole blocks: of a dense model all but the last are restored, now it is stored.
+        # The turn has whole blocks, and is stored now: a dense model restores all but the last one.
         again = case.boundary(len(turn)) if model == "dense" else restored.num_cached_tokens
         assert in_batch.num_cached_tokens == again
         with no_restores(llm):

@@ -634,6 +634,13 @@ class Catalog:
         """Return the contents of each tier."""
         return self.tiers.occupancy()
 
+    def health(self) -> Health:
+        """Return what works. Takes no lock."""
+        if self.config.ssd_dir is None:
+            return Health(self.serves_loads)
+        ssd = self.writes.is_writable, self.ssd_readable, self.late_bytes
+        return Health(self.serves_loads, *ssd)
+
     @_locked
     def snapshot(self) -> Snapshot:
         """Count what is under way."""
@@ -685,13 +692,6 @@ class Catalog:
         if now_s >= self._gauges_due_s:
             self._gauges_due_s = now_s + GAUGE_INTERVAL_S
             self.publish_gauges()
-
-    def health(self) -> Health:
-        """Return what works. Takes no lock."""
-        if self.config.ssd_dir is None:
-            return Health(self.serves_loads)
-        ssd = self.writes.is_writable, self.ssd_readable, self.late_bytes
-        return Health(self.serves_loads, *ssd)
 
     def _publish_health(self) -> None:
         io_alive, ssd_writable, ssd_readable, quarantined_bytes = self.health()
