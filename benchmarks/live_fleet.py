@@ -8,7 +8,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import httpx
 import psutil
 
 from benchmarks.accounts import CACHED_TOKENS, Counters, scraped
+from benchmarks.cpu_shares import CpuShare
 from benchmarks.engine_process import CHECKPOINTS
 from examples.checkpoints import write_checkpoint
 from examples.embedded_redis import EmbeddedRedis
@@ -54,9 +55,14 @@ class LiveFleet:
         folder: Path,
         extra: Mapping[str, Any],
         engine_args: Mapping[str, Any],
+        cores: float | None = None,
     ) -> None:
-        """`extra`: configuration of HeteroConnector. `folder` gets the logs."""
-        self.model, self._folder = model, folder
+        """`extra`: configuration of HeteroConnector. `folder` gets the logs.
+
+        `cores`: of each server, which it has to itself; None: they share the machine's.
+        """
+        self.model, self._folder, self._cores = model, folder, cores
+        self._shares = ExitStack()
         self._redis = EmbeddedRedis()
         self._extra, self._engine_args = extra, engine_args
         self.names = [f"w{number}" for number in range(count)]
@@ -92,14 +98,37 @@ class LiveFleet:
             )
             self.servers.append(server)
             server.launch()
+        shares = [self._share(server) for server in self.servers if self._cores is not None]
         for server in self.servers:
             server.start()
         for server in self.servers:
             self._wait("the servers have not joined", partial(_joined, server))
+        if self._cores is not None:
+            for share in shares:
+                share.limit(self._cores)
+
+    @property
+    def cores(self) -> float:
+        """The cores that all servers together can use."""
+        if self._cores is None:
+            return float(psutil.cpu_count() or 1)
+        return self._cores * len(self.servers)
+
+    def _share(self, server: Server) -> CpuShare:
+        try:
+            share = self._shares.enter_context(CpuShare(f"server-{server.port}"))
+            share.add(server.group)
+        except OSError as error:
+            raise RuntimeError(
+                f"no control group for a server ({error}): run as root, or let the servers share "
+                "the cores with --shared-cores"
+            ) from error
+        return share
 
     def _stop(self) -> None:
         for server in self.servers:
             server.stop()
+        self._shares.close()
         self._redis.stop()
 
     def reset(self) -> None:
@@ -123,10 +152,13 @@ class LiveFleet:
         return found
 
     def processes(self) -> list[psutil.Process]:
-        """Return all processes of the servers and of the directory."""
+        """Return all processes of the servers."""
         roots = [psutil.Process(server.group) for server in self.servers]
-        children = [child for root in roots for child in root.children(recursive=True)]
-        return [*roots, *children, psutil.Process(self._redis.pid)]
+        return [*roots, *(child for root in roots for child in root.children(recursive=True))]
+
+    def directory(self) -> psutil.Process:
+        """Return the process of the directory."""
+        return psutil.Process(self._redis.pid)
 
     def read(self, workers: int) -> list[Counters]:
         """Return the counters of the first servers."""

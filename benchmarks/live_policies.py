@@ -1,6 +1,7 @@
 """`python -m benchmarks.live_policies --json`: scheduling policies on real servers.
 
-Three, then four stock CPU servers with HeteroConnector share a cache. Clients play agent sessions
+Three, then four stock CPU servers with HeteroConnector share a cache, each with a fixed part of the
+machine's CPU time (`benchmarks.cpu_shares`, so run it as root). Clients play agent sessions
 through `heterocache router`, the same sessions at the same times under each policy, by turns; all
 stored state is forgotten in between. Policies with pools get 2P1D, then 2P2D. Ratios are those of
 the mean task time over `ownerserve`'s, with 95 % intervals over sessions (`interval`).
@@ -73,6 +74,10 @@ SHORT = replace(
 _OTHER_SEED = 1
 """For the sessions that warm the servers up, from which the simulator gets its costs."""
 _DRAWS = 2_000
+_TRANSFERS = ("artifact_fetch", "state_migration", "remote_prefill")
+"""The actions that read state from another worker."""
+_OTHERS_CORES = 0.5
+"""For the router, the clients and Redis."""
 
 
 class Setup(NamedTuple):
@@ -96,6 +101,8 @@ class Run:
     gained: Gained
     actions: Counter[str]
     busy: float
+    """Share of the servers' CPU time that they used."""
+    machine: float
     """Share of the machine's cores that was busy."""
     own: float
     """The part of it that was busy for the fleet, the router and the clients."""
@@ -110,9 +117,14 @@ def main() -> None:
     parser.add_argument("--model", default="dense-bench")
     parser.add_argument("--setups", nargs="+", default=list(SETUPS), choices=list(SETUPS))
     parser.add_argument("--sessions", type=Path, metavar="FILE", help="a recorded trace, scaled")
-    parser.add_argument("--number", type=int, default=20, help="sessions of a run")
-    parser.add_argument("--rate", type=float, default=0.5, help="sessions started per second")
+    parser.add_argument("--number", type=int, default=12, help="sessions of a run")
+    parser.add_argument("--rate", type=float, default=0.4, help="sessions started per second")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument(
+        "--shared-cores",
+        action="store_true",
+        help="no part for each: needs no root",
+    )
     parser.add_argument("--no-losing-case", action="store_true")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for logs and decisions")
     given = parser.parse_args()
@@ -183,6 +195,14 @@ def engine_args(model: str) -> dict[str, Any]:
     return engine_arguments(model) | {"max_model_len": 4096, "num_gpu_blocks_override": 400}
 
 
+def fleet_of(model: str, setup: Setup, folder: Path, given: argparse.Namespace) -> LiveFleet:
+    """Return servers that each have an equal part of the machine, unless they are to share it."""
+    count, cores = len(setup.pools), None
+    if not given.shared_cores:
+        cores = min(1.0, ((psutil.cpu_count() or 1) - _OTHERS_CORES) / count)
+    return LiveFleet(model, count, folder, EXTRA, engine_args(model), cores)
+
+
 def limits_of(model: str) -> EngineLimits:
     arguments = engine_args(model)
     return EngineLimits(
@@ -198,7 +218,7 @@ def compare(model: str, setup: Setup, trace: Trace, given: argparse.Namespace) -
     policies = (*EVERYWHERE, *POOLS)
     with (
         files(given.keep, setup.name) as folder,
-        LiveFleet(model, count, folder, EXTRA, engine_args(model)) as fleet,
+        fleet_of(model, setup, folder, given) as fleet,
     ):
         machine = Machine.of(fleet.servers[0], limits_of(model))
         other = sessions_of(given, _OTHER_SEED)
@@ -242,20 +262,21 @@ def run(fleet: LiveFleet, policy: str, setup: Setup, trace: Trace, folder: Path,
     count = len(setup.pools)
     with fleet.router(policy, setup.roles(policy), decisions) as (url, router):
         before = fleet.read(count)
-        processes = [*fleet.processes(), router, psutil.Process()]
-        spent_s, machine = _cpu_s(processes), psutil.cpu_times()
+        servers, others = fleet.processes(), [fleet.directory(), router, psutil.Process()]
+        spent_s, others_s, machine = _cpu_s(servers), _cpu_s(others), psutil.cpu_times()
         played = asyncio.run(play(url, fleet.model, trace, seed))
-        spent_s = _cpu_s(processes) - spent_s
-        busy = _busy_share(machine)
+        spent_s, others_s = _cpu_s(servers) - spent_s, _cpu_s(others) - others_s
+        machine_busy = _busy_share(machine)
         gained = fleet.gained(before)
     actions, again = Counter[str](), OtherPolicies([policy])
     for decided in DecisionFile(decisions):
         if decided.record.session:
             actions[decided.record.action.value] += 1
             again.add(decided)
-    own = spent_s / (psutil.cpu_count() or 1) / played.span_s
+    busy = spent_s / (fleet.cores * played.span_s)
+    own = (spent_s + others_s) / ((psutil.cpu_count() or 1) * played.span_s)
     print(f"{policy}: task {mean(played.task_s):.2f} s, busy {busy:.0%}", file=sys.stderr)
-    return Run(played, gained, actions, busy, own, again.rows()[0].equal_share)
+    return Run(played, gained, actions, busy, machine_busy, own, again.rows()[0].equal_share)
 
 
 def _cpu_s(processes: Sequence[psutil.Process]) -> float:
@@ -271,7 +292,11 @@ def _busy_share(before: Any) -> float:
 
 
 def losing_case(given: argparse.Namespace) -> Found:
-    """Play short prompts on a tiny model, where reading state takes longer than computing it."""
+    """Play short prompts on a tiny model, where reading state takes longer than computing it.
+
+    The servers share the cores: with a part of them each, a step of so small a model costs more than
+    a transfer, and a few moves pay.
+    """
     setup, model = SETUPS["three"], "dense"
     trace = drawn(SHORT, given.number, 1.0, 0)
     with (
@@ -283,7 +308,7 @@ def losing_case(given: argparse.Namespace) -> Found:
         own = run(fleet, OWN, setup, trace, folder, 0)
         there = run(fleet, "static_pd", setup, trace, folder, 0)
     runs = {OWN: [own], "static_pd": [there]}
-    moves = sum(n for action, n in own.actions.items() if action != "colocated_prefill")
+    moves = sum(own.actions[action] for action in _TRANSFERS)
     figures = {
         "transfers_where_it_loses": moves,
         "peer_bytes_where_it_loses": own.gained.peer_bytes,
@@ -311,6 +336,7 @@ def headline(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
             for policy, found in runs.items()
         },
         "busy": round(mean(x.busy for found in runs.values() for x in found), 3),
+        "machine": round(mean(x.machine for found in runs.values() for x in found), 3),
         "own": round(mean(x.own for found in runs.values() for x in found), 3),
     }
 
@@ -337,6 +363,7 @@ _HEADER = (
     "peer",
     "exact",
     "busy",
+    "machine",
     "own",
     "actions",
 )
@@ -363,6 +390,7 @@ def _row(policy: str, one: Run) -> tuple[str, ...]:
         *(f"{hits.get(tier, 0):,}" for tier in ("hbm", "dram", "peer")),
         f"{exact:.0%}",
         f"{one.busy:.0%}",
+        f"{one.machine:.0%}",
         f"{one.own:.0%}",
         ", ".join(f"{name} {n}" for name, n in one.actions.most_common()),
     )
@@ -391,6 +419,7 @@ def plain(one: Run) -> dict[str, Any]:
         "gained": asdict(one.gained),
         "actions": dict(one.actions),
         "busy": round(one.busy, 3),
+        "machine": round(one.machine, 3),
         "own": round(one.own, 3),
         "decided_again": one.decided_again,
     }

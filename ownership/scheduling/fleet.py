@@ -23,6 +23,8 @@ from ownership.scheduling.fullness import copy_factor
 Floats = NDArray[np.float64]
 Number = TypeVar("Number")
 
+_LEAST_S = 1e-12
+"""Seconds that count as none."""
 _ONE_STEP = 2.0**53
 """Tokens of a step if there is no limit."""
 
@@ -136,6 +138,8 @@ class MachineTerms(NamedTuple):
     """The part that each token of context adds to it."""
     dram_start_s: Floats
     """A load from DRAM of no tokens."""
+    shared: Floats
+    """The part of a decode step, of one request, that further requests would share."""
 
     @classmethod
     def of(cls, machine: Machine[Floats]) -> MachineTerms:
@@ -148,6 +152,7 @@ class MachineTerms(NamedTuple):
             machine.step_s + size * (machine.token_s + 0.5 * size * attention_s),
             size * attention_s,
             machine.dram_checkpoint_s + machine.dram_latency_s,
+            1.0 - machine.decode_s / (machine.decode_step_s + machine.decode_s + _LEAST_S),
         )
 
 
@@ -332,14 +337,18 @@ class FleetView:
                 raise ValueError(f"not a load of worker {name!r}: {load}")
             self.set_load(name, WorkerLoad(*load))  # type: ignore[arg-type]
 
-    def table(self) -> WorkerTable:
-        """Return the present figures. They stay so, that a decision can be explained later."""
+    def machines(self) -> tuple[Machine[Floats], MachineTerms]:
+        """Return the part of a table that does not depend on loads."""
         if self._known is None:
             columns = [self._machines[name] for name in self.names]
             machine = Machine(*np.array(columns, np.float64).T.copy())
             self._known = machine, MachineTerms.of(machine)
+        return self._known
+
+    def table(self) -> WorkerTable:
+        """Return the present figures. They stay so, that a decision can be explained later."""
         loads = self._loads.copy()
-        return WorkerTable(*self._known, LoadTerms(*loads[_NUM_LOADS:]), *loads[:_NUM_LOADS])
+        return WorkerTable(*self.machines(), LoadTerms(*loads[_NUM_LOADS:]), *loads[:_NUM_LOADS])
 
     def _links(self, links: Mapping[tuple[str, str], Link]) -> Floats:
         table = np.zeros((2, len(self), len(self)))

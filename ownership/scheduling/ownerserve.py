@@ -41,10 +41,7 @@ class OwnerServe:
         step_class = classify(step, self.thresholds)
         owner = None if step.owner is None else fleet.index.get(step.owner)
         sources = self._sources(step, fleet)
-        leaning = None
-        if self.weights.role > 1.0 and len(fleet) > 1:
-            leaning = Leaning(self.weights.role, len(fleet), fleet.prefill_demand)
-        pricing = StepPricing(step, fleet, self.weights, sources, leaning)
+        pricing = StepPricing(step, fleet, self.weights, sources, self._leaning(fleet))
         remote = _REMOTE in self.moves and len(fleet) > 1
         route, total_s = _cheapest(pricing, owner, remote)
         refusal = None
@@ -53,6 +50,12 @@ class OwnerServe:
                 raise NoWorkerError
             refusal = Refusal("the prompt's pages fit no worker", np.inf)
         return PlacementDecision(step, step_class, route, fleet.names, pricing, remote, refusal)
+
+    def _leaning(self, fleet: FleetView) -> Leaning | None:
+        if self.weights.role == 1.0 or len(fleet) == 1:
+            return None
+        _, terms = fleet.machines()
+        return Leaning(self.weights.role, terms.shared, fleet.prefill_demand)
 
     def _sources(self, step: Step, fleet: FleetView) -> list[int]:
         """Return the workers to read from. Reading from the owner moves the session."""

@@ -5,6 +5,9 @@ A price of the next delay alone cannot gather them: placing one decode among fut
 prefill among future decodes, looks cheap each time. So as many workers as prefills keep busy lean
 to prefills, the first by name: decoding there looks dearer, and so does delaying decodes elsewhere.
 These are prices, not pools. Any worker still does any work if that is cheaper.
+
+Gathered decodes cost little where a step takes hardly longer with more of them, as on a GPU that
+reads its weights once for all. So a role is as strong as the part of a step that they share.
 """
 
 from __future__ import annotations
@@ -50,13 +53,18 @@ class PrefillDemand:
 class Leaning:
     """The factors by which prices differ between workers, each `[workers]` and at least 1."""
 
-    def __init__(self, strength: float, workers: int, demand: float) -> None:
-        """`strength`: the largest factor; 1 means no roles. `demand`: of `PrefillDemand`."""
-        whole, part = divmod(min(demand, workers - 1.0), 1.0)
-        self.decode: Floats = np.ones(workers)
+    def __init__(self, strength: float, shared: Floats, demand: float) -> None:
+        """`strength`: the largest factor; 1 means no roles. `demand`: of `PrefillDemand`.
+
+        `shared`: `[workers]`, the part of a decode step that its requests share.
+        """
+        largest: Floats = 1.0 + (strength - 1.0) * shared
+        share, count = math.modf(min(demand, len(shared) - 1.0))
+        whole = int(count)
+        self.decode: Floats = np.ones(len(shared))
         """On a decode: above 1 where prefills are to be."""
-        self.decode[: int(whole)] = strength
-        if part:
-            self.decode[int(whole)] = np.power(strength, part)
-        self.delay: Floats = strength / self.decode
+        self.decode[:whole] = largest[:whole]
+        if share:
+            self.decode[whole] = largest[whole] ** share
+        self.delay: Floats = largest / self.decode
         """On the delay of decodes by a prefill: above 1 where they are to be undisturbed."""

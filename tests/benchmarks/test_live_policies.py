@@ -97,7 +97,7 @@ def test_clients_continue_the_answers_they_get() -> None:
 def run_of(*task_s: float) -> Run:
     answered = Answered(0.0, 10, "exact", "w0", first_s=0.5, last_s=1.0, gaps_s=[0.5])
     played = Played({(0, 0): answered}, list(task_s), list(task_s), 1.0)
-    return Run(played, Gained({}, 0, 1.0), Counter(), 0.5, 0.4, 1.0)
+    return Run(played, Gained({}, 0, 1.0), Counter(), 0.5, 0.6, 0.4, 1.0)
 
 
 def test_the_best_policy_is_what_ownerserve_is_compared_with() -> None:

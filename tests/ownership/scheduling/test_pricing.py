@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,7 +82,7 @@ def test_no_route_costs_less_than_its_bound(
 ) -> None:
     links = {(found[0].name, found[-1].name): Link(0.2, 1e-3)} if linked else None
     fleet = FleetView(BYTE_A_TOKEN, found, links)
-    leaning = Leaning(2.0, len(fleet), demand)
+    leaning = Leaning(2.0, np.ones(len(fleet)), demand)
     pricing = StepPricing(step, fleet, WEIGHTS, range(len(fleet)), leaning)
     rounding = 1.0 - 1e-12
     assert rounding * pricing.fetched_least_s <= pricing.fetched_total_s.min()
@@ -176,7 +177,7 @@ def test_terms_of_roles() -> None:
     fleet = fleet_of(
         worker("a", busy, costs_of(step_tokens=5, interference=delays)), worker("b"), worker("c")
     )
-    leaning = Leaning(4.0, 3, 0.25)
+    leaning = Leaning(4.0, np.ones(3), 0.25)
     weights = PlacementWeights(0.5, 0.0)
     terms = StepPricing(Step(10, output_tokens=20.0), fleet, weights, (), leaning).terms(
         Route(0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,7 +41,7 @@ def test_demand_survives_a_clock_that_goes_back() -> None:
 
 @given(st.floats(1, 10), st.integers(2, 9), st.floats(0, 20))
 def test_factors_lie_between_1_and_the_strength(strength: float, n: int, demand: float) -> None:
-    leaning = Leaning(strength, n, demand)
+    leaning = Leaning(strength, np.ones(n), demand)
     for factors in (leaning.decode, leaning.delay):
         assert factors.min() >= 1.0
         assert factors.max() <= strength * 1.000001
@@ -50,8 +51,24 @@ def test_factors_lie_between_1_and_the_strength(strength: float, n: int, demand:
 
 
 def test_a_worker_leans_by_the_part_that_is_needed_of_it() -> None:
-    leaning = Leaning(2.0, 4, 1.5)
+    leaning = Leaning(2.0, np.ones(4), 1.5)
     assert leaning.decode == pytest.approx([2.0, 2**0.5, 1.0, 1.0])
+
+
+def test_workers_whose_decodes_share_nothing_have_no_roles() -> None:
+    leaning = Leaning(3.0, np.array([0.5, 0.0, 1.0, 0.0]), 1.5)
+    assert leaning.decode == pytest.approx([2.0, 1.0, 1.0, 1.0])
+    assert leaning.delay == pytest.approx([1.0, 1.0, 3.0, 1.0])
+
+
+def test_a_decode_shares_the_part_of_a_step_that_further_ones_do_not_lengthen() -> None:
+    costs = [
+        costs_of(interference=InterferenceCoefficients(step_s, 0.03, 0.0, 0.0, 0.0, 0.0))
+        for step_s in (0.01, 0.03)
+    ]
+    fleet = fleet_of(worker("a", costs=costs[0]), worker("b", costs=costs[1]))
+    _, terms = fleet.machines()
+    assert terms.shared == pytest.approx([0.25, 0.5])
 
 
 def test_prefills_gather_at_the_first_workers_and_decodes_elsewhere() -> None:
