@@ -294,8 +294,8 @@ def _busy_share(before: Any) -> float:
 def losing_case(given: argparse.Namespace) -> Found:
     """Play short prompts on a tiny model, where reading state takes longer than computing it.
 
-    The servers share the cores: with a part of them each, a step of so small a model costs more than
-    a transfer, and a few moves pay.
+    The servers share the cores: with a part of them each, a step of so small a model costs more
+    than a transfer, and a few moves pay.
     """
     setup, model = SETUPS["three"], "dense"
     trace = drawn(SHORT, given.number, 1.0, 0)
