@@ -280,6 +280,31 @@ FIGURES: Mapping[str, Mapping[str, Figure]] = {
         "decision_us_8": Figure("The same over 8 workers"),
         "colocated_us_64": Figure("The policy that looks for the least loaded worker only"),
     },
+    "live_policies": {
+        "live_over_best": Figure(
+            "Mean task time under `ownerserve` over the best policy's, on three and on four real "
+            "servers; the worse",
+            "<= 1.03",
+        ),
+        "transfers_where_it_loses": Figure(
+            "Fetches, moves and remote prefills of `ownerserve` where computing is cheaper", "<= 0"
+        ),
+        "transfer_loses_by": Figure(
+            "There, time to first token under `static_pd`, which must transfer, over `ownerserve`'s"
+        ),
+        "decided_again": Figure(
+            "Share of the placements that come out again on the views of the router's log", ">= 1"
+        ),
+        "placements_equal": Figure(
+            "Share of the requests that the policy sends to the same worker in the simulator, on a "
+            "fleet that has served what the real one has"
+        ),
+        "turns_equal": Figure(
+            "Share of the later turns that stay or leave alike, simulated by itself"
+        ),
+        "simulated_over_real_ttft": Figure("Mean time to first token, simulated over real"),
+        "simulated_over_real_task": Figure("Mean task time, simulated over real"),
+    },
     "simulator": {
         "mooncake_requests_per_s": Figure("Requests of the Mooncake trace per second", ">= 5000"),
         "agent_file_s": Figure("Seconds for 20,843 requests of coding agents", "<= 60"),
@@ -300,6 +325,7 @@ _TITLES = {
     "router_clients": "Clients of others through the router",
     "faults": "Faults and big tiers",
     "scheduling": "Placing requests",
+    "live_policies": "Policies on real servers",
     "simulator": "The simulator",
 }
 
