@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 _ROOT = Path("/sys/fs/cgroup")
 _PERIOD_US = 20_000
@@ -21,7 +20,7 @@ _EMPTY_WITHIN_S = 10.0
 
 
 class CpuShare:
-    """A control group. Its processes together get at most so many cores. A context manager."""
+    """A control group. Its processes together get at most so many cores."""
 
     def __init__(self, name: str, root: Path = _ROOT) -> None:
         """Make a group without a limit. Raises OSError if this user may not make one.
@@ -37,20 +36,12 @@ class CpuShare:
         (self._folder / "cgroup.procs").write_text(str(pid))
 
     def limit(self, cores: float) -> None:
-        """Let the processes use at most so many cores from now on."""
+        """Let the processes use at most so many cores from now on. Raises OSError if it cannot."""
         values = {"quota": max(1000, round(cores * _PERIOD_US)), "period": _PERIOD_US}
         for name, value in self._files.items():
             (self._folder / name).write_text(value.format(**values))
 
-    def __enter__(self) -> CpuShare:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """Remove the group, whose processes have ended."""
         deadline = time.monotonic() + _EMPTY_WITHIN_S
         while True:

@@ -104,8 +104,9 @@ class LiveFleet:
         for server in self.servers:
             self._wait("the servers have not joined", partial(_joined, server))
         if self._cores is not None:
-            for share in shares:
-                share.limit(self._cores)
+            with _told():
+                for share in shares:
+                    share.limit(self._cores)
 
     @property
     def cores(self) -> float:
@@ -115,14 +116,10 @@ class LiveFleet:
         return self._cores * len(self.servers)
 
     def _share(self, server: Server) -> CpuShare:
-        try:
-            share = self._shares.enter_context(CpuShare(f"server-{server.port}"))
+        with _told():
+            share = CpuShare(f"server-{server.port}")
+            self._shares.callback(share.close)
             share.add(server.group)
-        except OSError as error:
-            raise RuntimeError(
-                f"no control group for a server ({error}): run as root, or let the servers share "
-                "the cores with --shared-cores"
-            ) from error
         return share
 
     def _stop(self) -> None:
@@ -241,6 +238,18 @@ class LiveFleet:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{what}, after {_WITHIN_S:.0f} s")
             time.sleep(_POLL_S)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Say what to do where control groups are refused."""
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeError(
+            f"no control group for a server ({error}): run as root, or let the servers share the "
+            "cores with --shared-cores"
+        ) from error
 
 
 def _joined(server: Server) -> bool:

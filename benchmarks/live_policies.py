@@ -250,7 +250,7 @@ def compare(model: str, setup: Setup, trace: Trace, given: argparse.Namespace) -
     }
     details["twin"] = {
         "task_s": [round(x, 4) for x in twin.task_s],
-        "profile": profile.as_json(),
+        "profile": {**profile.as_json(), "model": model},
     }
     return Found(report(runs, figures), figures, details)
 

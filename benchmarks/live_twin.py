@@ -1,9 +1,8 @@
 """The sessions of `benchmarks.live_policies` in the simulator, request by request.
 
-Steps and loads take what the servers have learned of them, as all engines together shared the
-cores. What a client waits besides (HTTP, router, event loops, other processes on these cores) is
-measured on other sessions, played before: a line over the prompt's length, and the time by which
-later tokens come late.
+Steps and loads take what the servers have learned of them. What a client waits besides (HTTP,
+router, event loops, other processes on these cores) is measured on other sessions, played before: a
+line over the prompt's length, and the time by which later tokens come late.
 """
 
 from __future__ import annotations

@@ -59,12 +59,12 @@ class Leaning:
         `shared`: `[workers]`, the part of a decode step that its requests share.
         """
         largest: Floats = 1.0 + (strength - 1.0) * shared
-        share, count = math.modf(min(demand, len(shared) - 1.0))
+        part, count = math.modf(min(demand, len(shared) - 1.0))
         whole = int(count)
         self.decode: Floats = np.ones(len(shared))
         """On a decode: above 1 where prefills are to be."""
         self.decode[:whole] = largest[:whole]
-        if share:
-            self.decode[whole] = largest[whole] ** share
+        if part:
+            self.decode[whole] = largest[whole] ** part
         self.delay: Floats = largest / self.decode
         """On the delay of decodes by a prefill: above 1 where they are to be undisturbed."""
