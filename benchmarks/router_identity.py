@@ -106,7 +106,7 @@ class Session:
             parts.append(self._lines[at % len(self._lines)])
             size += len(parts[-1])
             at += 1
-        return "".join(parts)
+        return "".join(parts)[:characters]
 
 
 def measure(num_tokens: int, turns: int, sessions: int) -> dict[str, float]:
