@@ -252,10 +252,11 @@ class PrefillPricing:
         The last token of a prompt is always computed.
         """
         tokens = np.zeros((3, len(fleet)))
+        hbm, dram, ssd = tokens
         for name, prefix in step.prefixes.items():
             worker = fleet.index.get(name)
             if worker is not None:
-                tokens[:, worker] = prefix
+                hbm[worker], dram[worker], ssd[worker] = prefix
         return np.minimum(tokens, self._tokens - 1.0, out=tokens)
 
     def _copies(self, weights: PlacementWeights) -> Floats:
