@@ -21,6 +21,7 @@ import psutil
 from benchmarks.accounts import CACHED_TOKENS, Counters, scraped
 from benchmarks.cpu_shares import CpuShare
 from benchmarks.engine_process import CHECKPOINTS
+from benchmarks.slow_network import SlowNetwork
 from examples.checkpoints import write_checkpoint
 from examples.embedded_redis import EmbeddedRedis
 from examples.serving import Server, kv_transfer_config
@@ -56,15 +57,21 @@ class LiveFleet:
         extra: Mapping[str, Any],
         engine_args: Mapping[str, Any],
         cores: float | None = None,
+        network: SlowNetwork | None = None,
     ) -> None:
         """`extra`: configuration of HeteroConnector. `folder` gets the logs.
 
         `cores`: of each server, which it has to itself; None: they share the machine's.
+        `network`: between the servers; None: peers read at the speed of memory.
         """
         self.model, self._folder, self._cores = model, folder, cores
         self._shares = ExitStack()
         self._redis = EmbeddedRedis()
-        self._extra, self._engine_args = extra, engine_args
+        self._extra, self._engine_args = dict(extra), engine_args
+        self._environment = {"VLLM_PLUGINS": "heterocache"}
+        if network is not None:
+            self._extra |= network.extra
+            self._environment |= network.environment
         self.names = [f"w{number}" for number in range(count)]
         self.servers: list[Server] = []
 
@@ -94,7 +101,7 @@ class LiveFleet:
                 self._folder / f"{name}.log",
                 kv_transfer_config({"load_deadline_s": 100, **self._extra, **own}),
                 self._engine_args,
-                {"VLLM_PLUGINS": "heterocache"},
+                self._environment,
             )
             self.servers.append(server)
             server.launch()

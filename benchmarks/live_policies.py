@@ -8,8 +8,8 @@ the mean task time over `ownerserve`'s, with 95 % intervals over sessions (`inte
 
 `live_over_best`: `ownerserve`'s task time over the best policy's, the worse of both setups.
 `transfers_where_it_loses`: what `ownerserve` read from peers or prefilled elsewhere where computing
-is cheaper (prompts of a few hundred tokens, a tiny model). 0 is right; `transfer_loses_by` is the
-time to first token of a policy that transfers there over `ownerserve`'s.
+is cheaper, over a network of 100 Mbit/s (`benchmarks.slow_network`, root too). 0 is right;
+`transfer_loses_by` is the time to first token of a policy that transfers there over `ownerserve`'s.
 `decided_again`: share of `ownerserve`'s placements that come out again on the views of its log.
 `simulated_over_real_*`: the simulator plays the same sessions, with the costs that the servers
 learned (`benchmarks.live_twin`). `placements_equal`: it follows the real placements, and its own
@@ -40,7 +40,8 @@ from benchmarks.live_fleet import Gained, LiveFleet
 from benchmarks.live_twin import Machine, compared, measured, placements
 from benchmarks.measure import machine_line, publish, rounded, table
 from benchmarks.scaled_sessions import scaled
-from benchmarks.synthetic_sessions import Constant, Geometric, LogNormal, SyntheticSpec, synthetic
+from benchmarks.slow_network import SlowNetwork, slow_network
+from benchmarks.synthetic_sessions import Geometric, LogNormal, SyntheticSpec, synthetic
 from examples.serving import engine_arguments, stop_servers_on_sigterm
 from ownership.scheduling.fleet import Role
 from ownership.simulator.decisions.policies import OtherPolicies
@@ -62,15 +63,8 @@ AGENTS = replace(
     tool_latency_s=LogNormal(1.0, 2.5),
     think_s=LogNormal(2.0, 4.0),
 )
-SHORT = replace(
-    AGENTS,
-    preamble_tokens=Constant(100),
-    first_tokens=LogNormal(150, 250),
-    tool_tokens=LogNormal(60, 100),
-    user_tokens=LogNormal(60, 100),
-    context_tokens=700,
-    summary_tokens=Constant(100),
-)
+_SLOW_MBIT = 100.0
+"""The network where transfer loses: 12 MB/s, for state of 25 KB a token."""
 _OTHER_SEED = 1
 """For the sessions that warm the servers up, from which the simulator gets its costs."""
 _DRAWS = 2_000
@@ -195,12 +189,18 @@ def engine_args(model: str) -> dict[str, Any]:
     return engine_arguments(model) | {"max_model_len": 4096, "num_gpu_blocks_override": 400}
 
 
-def fleet_of(model: str, setup: Setup, folder: Path, given: argparse.Namespace) -> LiveFleet:
+def fleet_of(
+    model: str,
+    setup: Setup,
+    folder: Path,
+    given: argparse.Namespace,
+    network: SlowNetwork | None = None,
+) -> LiveFleet:
     """Return servers that each have an equal part of the machine, unless they are to share it."""
     count, cores = len(setup.pools), None
     if not given.shared_cores:
         cores = min(1.0, ((psutil.cpu_count() or 1) - _OTHERS_CORES) / count)
-    return LiveFleet(model, count, folder, EXTRA, engine_args(model), cores)
+    return LiveFleet(model, count, folder, EXTRA, engine_args(model), cores, network)
 
 
 def limits_of(model: str) -> EngineLimits:
@@ -292,18 +292,14 @@ def _busy_share(before: Any) -> float:
 
 
 def losing_case(given: argparse.Namespace) -> Found:
-    """Play short prompts on a tiny model, where reading state takes longer than computing it.
-
-    The servers share the cores: with a part of them each, a step of so small a model costs more
-    than a transfer, and a few moves pay.
-    """
-    setup, model = SETUPS["three"], "dense"
-    trace = drawn(SHORT, given.number, 1.0, 0)
+    """Play the sessions on three servers with a network that is slower than computing."""
+    setup = SETUPS["three"]
+    trace, other = sessions_of(given, 0), sessions_of(given, _OTHER_SEED)
     with (
         files(given.keep, "losing") as folder,
-        LiveFleet(model, len(setup.pools), folder, EXTRA, engine_args(model)) as fleet,
+        slow_network(_SLOW_MBIT) as network,
+        fleet_of(given.model, setup, folder, given, network) as fleet,
     ):
-        other = drawn(SHORT, given.number, 1.0, _OTHER_SEED)
         run(fleet, "static_pd", setup, other, folder, _OTHER_SEED)
         own = run(fleet, OWN, setup, trace, folder, 0)
         there = run(fleet, "static_pd", setup, trace, folder, 0)
@@ -314,7 +310,7 @@ def losing_case(given: argparse.Namespace) -> Found:
         "peer_bytes_where_it_loses": own.gained.peer_bytes,
         "transfer_loses_by": round(_ttft(there) / _ttft(own), 3),
     }
-    text = f"where transfer loses: three servers, {model}, short prompts\n{_table(runs)}"
+    text = f"where transfer loses: three servers, {_SLOW_MBIT:.0f} Mbit/s\n{_table(runs)}"
     return Found(text, figures, {name: [plain(x) for x in found] for name, found in runs.items()})
 
 
