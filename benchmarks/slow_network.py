@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 ADDRESS = "198.18.0.1"
-"""Of a block that RFC 2544 keeps for benchmarks."""
+"""RFC 2544 keeps its block for benchmarks."""
 _DEVICE = "hc-slow"
 _BURST_BYTES = 256 * 1024
 """The loopback device has packets of 64 KiB."""
@@ -22,7 +22,7 @@ _BURST_BYTES = 256 * 1024
 
 @dataclass(frozen=True)
 class SlowNetwork:
-    """What an engine needs so that its peers read from it over the slow network."""
+    """An engine with this configuration is read by its peers over the slow network."""
 
     address: str
 

@@ -164,7 +164,7 @@ class LoadTerms(NamedTuple, Generic[Number]):
     free_bytes: Number
     """Pages that are not in use."""
     batch_s: Number
-    """A decode step of its requests."""
+    """A decode step of its requests. Those that wait will decode, too."""
     ssd_wait_s: Number
     """Before a load from SSD moves its first byte."""
     peer_wait_s: Number
@@ -177,7 +177,8 @@ class LoadTerms(NamedTuple, Generic[Number]):
     def of(cls, load: WorkerLoad, machine: Machine[float], token_bytes: float) -> LoadTerms[float]:
         """`token_bytes`: a token's state, all ranks together."""
         queued, context = load.queued_tokens, load.context_tokens
-        decoding_s = load.running_requests * machine.decode_s + context * machine.context_s
+        requests = load.running_requests + load.waiting_requests
+        decoding_s = requests * machine.decode_s + context * machine.context_s
         return LoadTerms(
             math.ceil(queued / machine.step_tokens) * machine.step_s + queued * machine.token_s,
             machine.hbm_bytes - load.hbm_used_bytes,

@@ -47,7 +47,7 @@ class PlacementTerms(NamedTuple):
     restore_s: float
     """Loading from SSD to DRAM and from DRAM to pages, less the part that is hidden."""
     decode_s: float
-    """Decoding the expected tokens in the batch that it joins."""
+    """Decoding the expected tokens together with the requests that run or wait there."""
     interference_s: float
     """mu I_decode: price of the delay of running decodes."""
     copy_s: float
@@ -208,7 +208,7 @@ class StepPricing:
         if step.owner is None:
             # The session stays: idle sessions there will decode together with its later turns.
             decode_s += own_s * table.returning
-        delay_s: Floats = own_s * table.running
+        delay_s: Floats = own_s * (table.running + table.waiting)
         unleaning_s: Floats = decode_s + self._weights.stall * delay_s
         leaning = self._leaning
         price_s = unleaning_s if leaning is None else unleaning_s * leaning.decode
@@ -220,7 +220,7 @@ class _Decoding(NamedTuple):
 
     decode_s: Floats
     delay_s: Floats
-    """The delay of the batch that it joins."""
+    """The delay of the others, summed over them."""
     unleaning_s: Floats
     """The price if workers had no roles."""
     price_s: Floats

@@ -167,6 +167,17 @@ def test_terms_of_delayed_decodes() -> None:
     assert terms.decode_s == pytest.approx(20 * 0.3)
 
 
+def test_requests_that_wait_will_decode_beside_it() -> None:
+    """1 runs and 3 wait. The prefill delays the one by 0.3; 20 tokens are decoded beside all 4."""
+    delays = InterferenceCoefficients(0.2, 0.02, 0.0, 0.1, 0.01, 0.0)
+    load = WorkerLoad(running_requests=1, waiting_requests=3)
+    fleet = fleet_of(worker("a", load, costs_of(step_tokens=5, interference=delays)))
+    step = Step(10, output_tokens=20.0)
+    terms = StepPricing(step, fleet, PlacementWeights(0.5, 0.0)).terms(Route(0, 0))
+    assert terms.decode_s == pytest.approx(20 * (0.2 + 5 * 0.02))
+    assert terms.interference_s == pytest.approx(0.5 * (0.3 + 4 * 20 * 0.02))
+
+
 def test_terms_of_roles() -> None:
     """The same figures on a worker that leans to prefills by a quarter; 4 is the largest factor.
 
