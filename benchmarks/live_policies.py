@@ -111,8 +111,8 @@ def main() -> None:
     parser.add_argument("--model", default="dense-bench")
     parser.add_argument("--setups", nargs="+", default=list(SETUPS), choices=list(SETUPS))
     parser.add_argument("--sessions", type=Path, metavar="FILE", help="a recorded trace, scaled")
-    parser.add_argument("--number", type=int, default=12, help="sessions of a run")
-    parser.add_argument("--rate", type=float, default=0.4, help="sessions started per second")
+    parser.add_argument("--number", type=int, default=30, help="sessions of a run")
+    parser.add_argument("--rate", type=float, default=0.3, help="sessions started per second")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument(
         "--shared-cores",
@@ -185,7 +185,7 @@ def drawn(spec: SyntheticSpec, sessions: int, rate: float, seed: int) -> Trace:
 
 
 def engine_args(model: str) -> dict[str, Any]:
-    """Return limits by which pages hold a part of the sessions, and DRAM holds all."""
+    """Return limits by which pages hold a part of the sessions under way, and DRAM holds these."""
     return engine_arguments(model) | {"max_model_len": 4096, "num_gpu_blocks_override": 400}
 
 
