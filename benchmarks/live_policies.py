@@ -7,6 +7,8 @@ stored state is forgotten in between. Policies with pools get 2P1D, then 2P2D. R
 the mean task time over `ownerserve`'s, with 95 % intervals over sessions (`interval`).
 
 `live_over_best`: `ownerserve`'s task time over the best policy's, the worse of both setups.
+`ownerserve` plays first and once more last. `last_over_first` is how far two runs of one policy are
+apart; smaller differences between policies say nothing.
 `transfers_where_it_loses`: what `ownerserve` read from peers or prefilled elsewhere where computing
 is cheaper, over a network of 100 Mbit/s (`benchmarks.slow_network`, root too). 0 is right;
 `transfer_loses_by` is the time to first token of a policy that transfers there over `ownerserve`'s.
@@ -230,6 +232,7 @@ def compare(model: str, setup: Setup, trace: Trace, given: argparse.Namespace) -
             turn = number * 3 % len(policies)
             for policy in policies[turn:] + policies[:turn]:
                 runs[policy].append(run(fleet, policy, setup, trace, folder, 0))
+        runs[OWN].append(run(fleet, OWN, setup, trace, folder, 0))
     profile = measured(costs, machine, other, warm.played, fleet.names)
     twin = machine.simulated(trace, OWN, fleet.names, setup.roles(OWN), profile)
     alike = [
@@ -331,6 +334,7 @@ def headline(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
             policy: round(mean(map(_ttft, found)) / mean(map(_ttft, runs[OWN])), 3)
             for policy, found in runs.items()
         },
+        "last_over_first": round(float(own[-1].mean() / own[0].mean()), 3),
         "busy": round(mean(x.busy for found in runs.values() for x in found), 3),
         "machine": round(mean(x.machine for found in runs.values() for x in found), 3),
         "own": round(mean(x.own for found in runs.values() for x in found), 3),
@@ -402,6 +406,7 @@ def report(runs: Mapping[str, Sequence[Run]], figures: Mapping[str, Any]) -> str
         [
             _table(runs),
             table(("task time over ownerserve's", "", "95 %"), ratios),
+            f"ownerserve's last run over its first: {figures['last_over_first']:.3f}",
             table(("the same sessions simulated", ""), twin),
         ]
     )

@@ -101,6 +101,7 @@ def run_of(*task_s: float) -> Run:
 
 
 def test_the_best_policy_is_what_ownerserve_is_compared_with() -> None:
+    assert headline({OWN: [run_of(2.0, 4.0), run_of(3.0, 6.0)]})["last_over_first"] == 1.5
     figures = headline({OWN: [run_of(2.0, 4.0)], "a": [run_of(1.0, 3.5)], "b": [run_of(4.0, 8.0)]})
     assert figures["task_over_ownerserve"] == {OWN: 1.0, "a": 0.75, "b": 2.0}
     assert figures["live_over_best"] == pytest.approx(1 / 0.75, abs=1e-3)
