@@ -7,6 +7,7 @@ as over a real link, while all other traffic of the host is as before.
 
 from __future__ import annotations
 
+import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -40,20 +41,28 @@ class SlowNetwork:
 @contextmanager
 def slow_network(mbit: float) -> Iterator[SlowNetwork]:
     """Make the network, of so many megabits per second. Raises RuntimeError if it cannot."""
+    if _DEVICE in (name for _, name in socket.if_nameindex()):  # of a run that was killed
+        _remove()
     with ExitStack() as stack:
         _ip("link", "add", _DEVICE, "type", "veth", "peer", "name", f"{_DEVICE}-end")
-        stack.callback(_ip, "link", "delete", _DEVICE)
+        stack.callback(_remove)
         _ip("address", "add", f"{ADDRESS}/32", "dev", _DEVICE)
         for end in (_DEVICE, f"{_DEVICE}-end"):
             _ip("link", "set", end, "up")
         _tc("qdisc", "add", "dev", "lo", "root", "handle", "1:", "htb", "r2q", "1000")
-        stack.callback(_tc, "qdisc", "delete", "dev", "lo", "root")
         kind = ("dev", "lo", "parent", "1:")
         rate = ("htb", "rate", f"{mbit}mbit", "burst", str(_BURST_BYTES))
         _tc("class", "add", *kind, "classid", "1:1", *rate)
         match = ("u32", "match", "ip", "dst", f"{ADDRESS}/32", "flowid", "1:1")
         _tc("filter", "add", *kind, "protocol", "ip", *match)
         yield SlowNetwork(ADDRESS)
+
+
+def _remove() -> None:
+    _ip("link", "delete", _DEVICE)
+    shown = subprocess.run(["tc", "qdisc", "show", "dev", "lo"], capture_output=True, check=False)
+    if b"htb 1:" in shown.stdout:
+        _tc("qdisc", "delete", "dev", "lo", "root")
 
 
 def _ip(*arguments: str) -> None:
@@ -70,4 +79,5 @@ def _run(*command: str) -> None:
     except FileNotFoundError as error:
         raise RuntimeError(f"no `{command[0]}` here: install iproute2") from error
     if done.returncode:
-        raise RuntimeError(f"`{' '.join(command)}`: {done.stderr.strip()} (run as root)")
+        hint = " (run as root)" if "not permitted" in done.stderr else ""
+        raise RuntimeError(f"`{' '.join(command)}`: {done.stderr.strip()}{hint}")

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import slow_network
 
 _SENDS = """
-import socket, subprocess, threading, time
+import os, socket, subprocess, threading, time
 from benchmarks.slow_network import slow_network
 
 SIZE = 4_000_000
@@ -33,6 +33,12 @@ def seconds(host):
 
 
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+if not os.fork():
+    killed = slow_network(10)
+    killed.__enter__()
+    os._exit(0)
+os.wait()
+assert "hc-slow" in dict(map(reversed, socket.if_nameindex()))
 with slow_network(80) as network:
     print(seconds(network.address), seconds("127.0.0.1"))
 left = subprocess.run(["tc", "qdisc", "show", "dev", "lo"], capture_output=True, text=True)
@@ -53,5 +59,5 @@ def test_traffic_to_its_address_is_slow_and_other_traffic_is_not() -> None:
 
 def test_what_is_refused_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow_network, "_DEVICE", "a name too long for a device")
-    with pytest.raises(RuntimeError, match=r"run as root|install iproute2"):
+    with pytest.raises(RuntimeError, match=r"ip link add|install iproute2"):
         slow_network.slow_network(80).__enter__()
