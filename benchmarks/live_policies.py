@@ -119,14 +119,19 @@ def main() -> None:
     parser.add_argument(
         "--shared-cores",
         action="store_true",
-        help="no part for each: needs no root",
+        help="no part for each, which needs root",
     )
-    parser.add_argument("--no-losing-case", action="store_true")
+    parser.add_argument(
+        "--no-losing-case", action="store_true", help="no slow network: it needs root"
+    )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for logs and decisions")
     given = parser.parse_args()
     stop_servers_on_sigterm()
     if given.quick:
         given.number, given.setups = 4, given.setups[:1]
+    if not given.no_losing_case:
+        with slow_network(_SLOW_MBIT):  # what is refused is told now, not after all other runs
+            pass
     begin = machine_line()
     texts, figures, details = [], dict[str, Any](), dict[str, Any]()
     for setup in (SETUPS[name] for name in given.setups):

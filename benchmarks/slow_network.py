@@ -79,5 +79,5 @@ def _run(*command: str) -> None:
     except FileNotFoundError as error:
         raise RuntimeError(f"no `{command[0]}` here: install iproute2") from error
     if done.returncode:
-        hint = " (run as root)" if "not permitted" in done.stderr else ""
+        hint = "; run as root, or leave this part out" if "not permitted" in done.stderr else ""
         raise RuntimeError(f"`{' '.join(command)}`: {done.stderr.strip()}{hint}")

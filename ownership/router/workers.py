@@ -138,13 +138,10 @@ class WorkerSet:
 
         With room if there are such.
         """
-        usable, most = self.usable(request, tried), self._max_in_flight
-        free = [x for x in usable if not x.breaker.is_open and len(x.exchanges) < most]
-        if len(free) == len(usable):
-            return free
+        usable = self.usable(request, tried)
         closed = [worker for worker in usable if not worker.breaker.is_open]
         if len(closed) < len(usable):
             for worker in usable:
                 if worker.breaker.is_open and worker.breaker.admit() == 0.0:
                     return [worker]
-        return free or closed
+        return [x for x in closed if len(x.exchanges) < self._max_in_flight] or closed

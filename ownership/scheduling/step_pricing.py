@@ -49,7 +49,7 @@ class PlacementTerms(NamedTuple):
     decode_s: float
     """Decoding the expected tokens together with the requests that run or wait there."""
     interference_s: float
-    """mu I_decode: price of the delay of running decodes."""
+    """mu I_decode: price of the delay of other requests' decodes."""
     copy_s: float
     """kappa M_copies: price of state that two workers have from then on."""
     role_s: float

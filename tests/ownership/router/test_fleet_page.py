@@ -77,12 +77,10 @@ class TestTheDocument:
             model="stub-model", stream=True, stub={"events": 5}, headers=headers
         )
         worker = answer.headers["x-heterocache-worker"]
-
-        def is_told(document: Any) -> bool:
-            newest_of_all = next(iter(document["decisions"]), None)
-            return bool(newest_of_all and newest_of_all["trace"] == trace)
-
-        fleet = newest(router, lambda x: is_told(x) and x["decisions"][0]["total_s"])
+        fleet = newest(
+            router,
+            lambda x: [y for y in x["decisions"][:1] if y["trace"] == trace and y["total_s"]],
+        )
         assert fleet["format"] == 1
         assert fleet["router"]["policy"] == "least_loaded"
         assert fleet["router"]["processes"] == 1

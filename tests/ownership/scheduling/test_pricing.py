@@ -167,8 +167,8 @@ def test_terms_of_delayed_decodes() -> None:
     assert terms.decode_s == pytest.approx(20 * 0.3)
 
 
-def test_requests_that_wait_will_decode_beside_it() -> None:
-    """1 runs and 3 wait. The prefill delays the one by 0.3; 20 tokens are decoded beside all 4."""
+def test_requests_that_wait_count_as_decodes() -> None:
+    """1 runs and 3 wait. The prefill delays the one by 0.3; 20 tokens are decoded with all 4."""
     delays = InterferenceCoefficients(0.2, 0.02, 0.0, 0.1, 0.01, 0.0)
     load = WorkerLoad(running_requests=1, waiting_requests=3)
     fleet = fleet_of(worker("a", load, costs_of(step_tokens=5, interference=delays)))
