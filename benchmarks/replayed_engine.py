@@ -18,6 +18,7 @@ from hetero_connector.artifacts.chain import RequestChain
 from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange, StoredChunk, Tier
+from hetero_connector.artifacts.tails import AnsweredPrompts
 from hetero_connector.engine.messages import Save as SaveOrder
 from hetero_connector.engine.scheduler.block_tables import BlockTable
 from hetero_connector.engine.scheduler.peer_matcher import PeerMatcher
@@ -208,6 +209,7 @@ class ReplayedEngine:
             store,
             clock,
         )
+        answered = AnsweredPrompts()
         self._restorer = Restorer(
             layout,
             store,
@@ -217,11 +219,12 @@ class ReplayedEngine:
             self._decisions,
             PeerMatcher(layout, store, None, recorder, clock, math.inf),
             SharedBoundaries(layout.model),
+            answered,
             deadline_s=math.inf,
             clock=clock,
         )
         self._counter = RestoreCounter(layout, recorder, clock)
-        self._saver = Saver(layout, store, layout.model.tp_size, checkpoints)
+        self._saver = Saver(layout, store, layout.model.tp_size, checkpoints, answered)
         self._groups = 1 + max(x.group for x in layout.model.layers)
         self._served = 0
 

@@ -29,15 +29,15 @@ from examples.serving import stop_servers_on_sigterm
 CASES = {
     case.model: case
     for case in (
-        Case("dense-bench", 8100, 8448, 5, 3),
-        Case("gemma3", 8100, 8448, 5, 3),
-        Case("gptoss", 8100, 8448, 5, 3),
-        Case("deepseek_v4", 3900, 4096, 5, 3),
-        Case("qwen3_next", 3900, 4096, 5, 3),
+        Case("dense-bench", 8100, 8448, blocks=853, rounds=5, streams=3),
+        Case("gemma3", 8100, 8448, blocks=1365, rounds=5, streams=3),
+        Case("gptoss", 8100, 8448, blocks=1088, rounds=5, streams=3),
+        Case("deepseek_v4", 3900, 4096, blocks=2895, rounds=5, streams=3),
+        Case("qwen3_next", 3900, 4096, blocks=44, rounds=5, streams=3),
     )
 }
 _STAGES = (*STAGES, *FAULTS)
-_QUICK = Case("dense-bench", 4000, 4352, 3)
+_QUICK = Case("dense-bench", 4000, 4352, blocks=448, rounds=3)
 
 
 def main() -> None:

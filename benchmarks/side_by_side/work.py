@@ -9,7 +9,7 @@ import shutil
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from hetero_connector.spec.from_config import model_spec_from_config
 
 _ANSWER_TOKENS = 8
 _DECODED_TOKENS = 33
+_PROMPTS_TO_FILL = 4
+"""They take more than `Case.blocks`."""
 _FIRST_ERROR = re.compile(
     r"Traceback \(.*?\b(\w*(?:Error|Exception): [^\n]+)|panicked at [^\n]+\n([^\n]+)", re.DOTALL
 )
@@ -43,6 +45,8 @@ class Case:
     model: str
     tokens: int
     max_model_len: int
+    blocks: int
+    """Of the engine's KV cache: a little more than three of the longest requests take."""
     rounds: int
     streams: int = 0
     """Repeats of sessions and streams."""
@@ -50,11 +54,22 @@ class Case:
     @property
     def engine_args(self) -> dict[str, Any]:
         """The arguments of every engine."""
-        return {"max_model_len": self.max_model_len}
+        return {"max_model_len": self.max_model_len, "num_gpu_blocks_override": self.blocks}
 
     def prompt(self, round_: int) -> list[int]:
         """Return the prompt of a round."""
         return prompt_tokens(self.tokens, 100 + round_)
+
+    def touch_pages(self, servers: Iterable[Server], first: int) -> None:
+        """Compute prompts of no round, so that each engine has written to all its pages.
+
+        The kernel maps memory at the first write to it, which takes longer than the write. `first`:
+        the number of the first of these prompts, negative.
+        """
+        for number in range(_PROMPTS_TO_FILL):
+            for server in servers:
+                server.complete(self.prompt(first - number), 1)
+        time.sleep(SETTLE_S)
 
 
 def useful_bytes(checkpoint: Path, num_tokens: int) -> int:
@@ -268,10 +283,8 @@ class _Run:
         power = 0.0
         restored: list[int] = []
         self.row = replace(self.row, useful_bytes=size_bytes, prompt_tokens=case.tokens)
-        for server in (arena.reference, arena.server, arena.prefiller):
-            if server is not None:
-                server.complete(case.prompt(-1), 1)  # the first touch of memory
-        time.sleep(SETTLE_S)
+        engines = (arena.reference, arena.server, arena.prefiller)
+        case.touch_pages([x for x in engines if x is not None], -1)
         before = arena.contestant.stored_bytes(arena.place, arena.server)
         for round_ in range(case.rounds):
             prompt = case.prompt(round_)
@@ -341,7 +354,7 @@ class _Run:
             arena.forget_pages()
             arena.start_services()
         start_s = arena.start()
-        arena.server.complete(arena.case.prompt(-2), 1)  # the first touch of memory
+        arena.case.touch_pages([arena.server], -1 - _PROMPTS_TO_FILL)
         restored: list[int] = []
         disk = DirectDisk(arena.folder, self.row.useful_bytes)
         for round_ in range(arena.case.rounds):

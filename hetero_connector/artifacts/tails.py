@@ -7,6 +7,7 @@ from typing import Protocol
 
 from hetero_connector.artifacts.chain import RequestChain
 from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange, StoredChunk
+from hetero_connector.containers import BoundedDict
 
 
 class Matches(Protocol):
@@ -53,3 +54,26 @@ def chunk_beyond(
     start = last.end if last else 0
     end = min(chain.num_tokens, start + chain.chunk_tokens)
     return longest_tail(known, chain, last, end, limit_tokens - start, chain.chunk_tokens)
+
+
+class AnsweredPrompts:
+    """The newest chunks with the last tokens of a prompt and the first of its answer.
+
+    A chunk's key covers the answer, which a request that sends the same prompt again does not know.
+    Here it is found by the key of its tokens up to the prompt's last cut (`ModelSpec.last_cut`).
+    """
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self._chunks = BoundedDict[ChunkKey, ChunkRange](capacity)
+
+    def add(self, chain: RequestChain, cut: int, chunk: ChunkRange) -> None:
+        """Add a chunk of `chain`. Beyond the capacity the oldest is dropped."""
+        self._chunks[chain.ending_at(cut).key] = chunk
+
+    def find(self, known: Matches, chain: RequestChain, start: int, cut: int) -> list[StoredChunk]:
+        """Find the stored chunk that begins at `start` and is the same as `chain` up to `cut`.
+
+        It may end after the chain's last token; empty if there is none.
+        """
+        chunk = self._chunks.get(chain.ending_at(cut).key)
+        return known.match([chunk]) if chunk is not None and chunk.start == start else []

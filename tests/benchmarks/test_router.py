@@ -8,7 +8,8 @@ from benchmarks import router_decision, router_sessions
 
 
 def test_a_decision_takes_longer_among_more_workers() -> None:
-    assert router_decision.decision_us(64, repeats=200) > router_decision.decision_us(
+    # Four times as long, so that a busy machine does not hide it.
+    assert router_decision.decision_us(1_024, repeats=200) > router_decision.decision_us(
         1, repeats=200
     )
 

@@ -33,7 +33,7 @@ def _restored(arena: Arena) -> int:
 
 
 def test_both_save_and_either_restores(tmp_path: Path) -> None:
-    case = Case("dense", 1100, 2048, 1)
+    case = Case("dense", 1100, 2048, blocks=500, rounds=1)
     try:
         arena = Arena(CONTESTANTS["heterocache_and_lmcache"], case, tmp_path)
     except EnvironmentFailedError as error:

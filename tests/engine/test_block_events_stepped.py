@@ -231,6 +231,29 @@ def test_what_a_start_finds_on_ssd_counts_from_its_first_use(tmp_path: Path) -> 
         assert router.view.of("STORAGE") >= before
 
 
+def test_a_chunk_is_announced_by_a_request_that_has_all_its_tokens(tmp_path: Path) -> None:
+    settings = {"ssd_dir": tmp_path / "ssd", "ssd_bytes": 1 << 20}
+    prompt, whole = tokens(150), tokens(170)
+    for router in routers(DENSE, **settings):
+        router.run(whole)
+        assert router.engine.store.flush(10.0)
+    for router in routers(DENSE, **settings):
+        asked = FakeRequest("answered as before", list(prompt), num_prompt_tokens=150)
+        restored = router.engine.admit(asked)
+        router.engine.step(**{asked.request_id: 150 - restored})
+        asked.all_token_ids.extend(whole[150:])
+        router.engine.grow_table(asked)
+        router.engine.step(**{asked.request_id: 20})
+        router.engine.finish(asked)
+        assert router.run(prompt) == 144, "it has not the last chunk's tokens"
+        assert router.run(whole) == 160
+        router.see()
+        request = FakeRequest("all blocks", whole)
+        hashes = {int(maybe_convert_block_hash(x)) for x in request.block_hashes}  # type: ignore[arg-type]
+        assert len(hashes) == 10
+        assert hashes <= router.view.of("CPU") | router.view.of("STORAGE")
+
+
 def test_the_group_that_routers_index_is_found_behind_windows() -> None:
     shape: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
     window = SlidingWindowSpec(block_size=16, sliding_window=64, **shape)
@@ -293,7 +316,12 @@ def test_a_view_is_the_stores_after_a_random_run(
         prompt = rng.choice(prompts)
         cut = rng.randrange(40, len(prompt))
         salt = rng.choice([None, None, "tenant"])
-        router.run([*prompt[:cut], *tokens(rng.randrange(120), seed=turn)], cache_salt=salt)
+        suffix = tokens(rng.randrange(120), seed=turn)
+        if rng.random() < 0.3:  # an answer, so that the same prompt finds its end in it
+            router.run([*prompt, *suffix], num_prompt_tokens=len(prompt), cache_salt=salt)
+            router.run(prompt, cache_salt=salt)
+        else:
+            router.run([*prompt[:cut], *suffix], cache_salt=salt)
         assert router.engine.store.flush(10.0)
         router.see()
         router.check()

@@ -168,6 +168,26 @@ def test_a_prompt_whose_last_chunk_ends_with_it(engine: Engine, num_tokens: int,
     engine.compare(restored, reference)
 
 
+@pytest.mark.parametrize("model", ["dense"])
+@pytest.mark.parametrize(("num_tokens", "answer"), [(1376, 96), (1376, 300)])
+def test_the_same_prompt_after_an_answer_that_goes_on_in_its_last_chunk(
+    engine: Engine, num_tokens: int, answer: int
+) -> None:
+    """The chunk, short or full, has tokens of the answer: it is cut where they begin."""
+    prompt, other = PROMPT[:num_tokens], flipped(PROMPT[:num_tokens], num_tokens - 40)
+    generate(engine.llm, prompt, max_tokens=answer)
+    settle(engine.llm)
+    reference, unlike = engine.own_hit([prompt, other], max_tokens=8)
+    forget_local(engine.llm)
+    restored = generate(engine.llm, prompt, max_tokens=8)
+    assert restored.num_cached_tokens == engine.boundary(num_tokens)
+    engine.compare(restored, reference)
+    forget_local(engine.llm)
+    computed = generate(engine.llm, other, max_tokens=8)
+    assert computed.num_cached_tokens == num_tokens // 256 * 256
+    engine.compare(computed, unlike)
+
+
 @pytest.mark.parametrize("shared", [300, 700, 1100])
 def test_restored_at_an_earlier_boundary_with_another_suffix(engine: Engine, shared: int) -> None:
     other = PROMPT[:shared] + prompt_tokens(150, seed=shared)

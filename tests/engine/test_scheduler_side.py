@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -91,6 +92,43 @@ def test_a_prompt_asked_again_computes_one_block_though_its_chunk_ends_with_it(
     assert counted["heterocache_hit_tokens{tier=dram}"] == restored
     request = FakeRequest("c", tokens(num_tokens))
     assert dense.admit(request, local=restored) == 0, "the engine has as much itself"
+
+
+@pytest.mark.parametrize(("num_tokens", "last_end"), [(170, 160), (250, 192)])
+def test_a_prompt_asked_again_is_restored_whole_though_its_chunk_has_tokens_of_the_answer(
+    dense: Engine, num_tokens: int, last_end: int
+) -> None:
+    dense.run(FakeRequest("a", tokens(num_tokens), num_prompt_tokens=150))
+    dense.recorder.drain()
+    assert dense.admit(FakeRequest("b", tokens(150))) == 144
+    (load,) = dense.step(b=6).loads
+    assert [x.end for x in load.copy.artifacts] == [64, 128, last_end]
+    assert load.copy.blocks[KV, 0].ids == dense.tables.ids["b"][0][:9]
+    assert load.resume_tokens == 144
+    counted = dense.counters()
+    labels = "{state_type=dense_kv,tier=dram}"
+    assert counted[f"heterocache_restored_tokens{labels}"] == 144
+    assert counted[f"heterocache_restored_bytes{labels}"] == 144 * 16
+    other = FakeRequest("c", [*tokens(143), *tokens(7, seed=9)])
+    assert dense.admit(other) == 128, "it differs before the last cut"
+    assert dense.admit(FakeRequest("d", tokens(150)), local=144) == 0
+    assert dense.admit(FakeRequest("e", tokens(150)), local=128) == 16
+
+
+def test_the_newest_answer_to_a_prompt_that_is_stored_counts(dense: Engine) -> None:
+    """An answer for which there is no space does not hide an earlier one."""
+    dense.run(FakeRequest("a", tokens(170), num_prompt_tokens=150))
+    other = FakeRequest("b", [*tokens(150), *tokens(40, seed=9)], num_prompt_tokens=150)
+    with patch.object(dense.store, "begin_save", return_value=None):
+        dense.run(other)
+    assert dense.admit(FakeRequest("c", tokens(150))) == 144
+
+
+def test_an_answered_prompt_is_found_only_after_the_chunks_before_it(dense: Engine) -> None:
+    dense.run(FakeRequest("a", tokens(170), num_prompt_tokens=150))
+    request = FakeRequest("b", tokens(150))
+    with patch.object(dense.store, "holdings", return_value=[]):
+        assert dense.admit(request) == 0
 
 
 def test_boundary_state_ends_where_its_chunk_does(hybrid: Engine) -> None:

@@ -120,7 +120,9 @@ class BlockEvents:
         if matched:
             self.on_stored(tracker, tracker.chain.ending_at(matched * size))
         if tracker.restore is not None:
-            self.on_stored(tracker, tracker.restore.plan.chunks[-1].chunk)
+            last = tracker.restore.plan.chunks[-1].chunk
+            if last.end <= tracker.chain.num_tokens:  # else it has tokens of another's answer
+                self.on_stored(tracker, last)
 
     def on_new_root(self, root: bytes | None) -> None:
         """Withdraw what is stored under other roots: no request finds it. None: nor anything."""

@@ -21,7 +21,7 @@ from hetero_connector.artifacts.record import (
     distinct_tiers,
     num_unbroken,
 )
-from hetero_connector.artifacts.tails import chunk_beyond, longest_tail
+from hetero_connector.artifacts.tails import AnsweredPrompts, chunk_beyond, longest_tail
 from hetero_connector.engine.messages import ArtifactSpan, Blocks, Load
 from hetero_connector.engine.scheduler.block_tables import BlockTable
 from hetero_connector.engine.scheduler.handoff import handoff_tokens
@@ -60,6 +60,7 @@ class Restorer:
         predictions: Predictions,
         peers: PeerMatcher,
         shared: SharedBoundaries,
+        answered: AnsweredPrompts,
         *,
         deadline_s: float,
         clock: Callable[[], float],
@@ -73,6 +74,7 @@ class Restorer:
         self._predictions = predictions
         self._peers = peers
         self._shared = shared
+        self._answered = answered
         self._deadline_s = deadline_s
         self._load_ids = count(1)
         self._clock = clock
@@ -298,9 +300,11 @@ class Restorer:
         own = longest_tail(self._store, tracker.chain, last, limit, remote_tokens, handoff_tail)
         found = own or remote
         end = found[-1].chunk.end if found else start
-        if max(end, local_tokens) < self._model.last_cut(limit):
+        cut = self._model.last_cut(limit)
+        if max(end, local_tokens) < cut:
             found = (
-                chunk_beyond(self._store, tracker.chain, last, limit)
+                self._answered.find(self._store, tracker.chain, start, cut)
+                or chunk_beyond(self._store, tracker.chain, last, limit)
                 or self._peers.chunk_beyond(tracker, start, limit)
                 or found
             )

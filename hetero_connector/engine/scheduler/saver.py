@@ -20,6 +20,7 @@ from enum import Enum
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkRange, Tier
+from hetero_connector.artifacts.tails import AnsweredPrompts
 from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy, Save
 from hetero_connector.engine.scheduler.block_tables import BlockTable, RecurrentState, table_of
 from hetero_connector.engine.scheduler.handoff import is_prefill
@@ -160,9 +161,11 @@ class Saver:
         store: ArtifactStore,
         num_ranks: int,
         checkpoints: CheckpointPolicy,
+        answered: AnsweredPrompts,
     ) -> None:
         self._layout = layout
         self._model = layout.model
+        self._answered = answered
         self._store = store
         self._reservations = Reservations(store, num_ranks)
         self._policy = checkpoints
@@ -386,7 +389,17 @@ class Saver:
         """Reserve the chunk's missing state that is in pages; False if there is no space."""
         missing = self._store.missing(chunk, types)
         in_pages = [t for t in missing if self._has_pages(t, chunk, table)]
-        return self._reserve(collected, chunk, in_pages, verdict)
+        has_space = self._reserve(collected, chunk, in_pages, verdict)
+        if has_space and len(in_pages) == len(missing):
+            self._note_answered(collected.tracker, chunk)
+        return has_space
+
+    def _note_answered(self, tracker: RequestTracker, chunk: ChunkRange) -> None:
+        """Let the chunk be found by the end of the prompt, if the answer goes on in it."""
+        prompt = int(tracker.request.num_prompt_tokens)
+        cut = self._model.last_cut(prompt - 1)
+        if chunk.start < cut and chunk.end > prompt:
+            self._answered.add(tracker.chain, cut, chunk)
 
     def _reserve(
         self,

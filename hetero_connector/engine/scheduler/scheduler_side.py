@@ -19,6 +19,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
+from hetero_connector.artifacts.tails import AnsweredPrompts
 from hetero_connector.engine.hook_errors import HookErrors
 from hetero_connector.engine.messages import StepMetadata, WorkerReport
 from hetero_connector.engine.scheduler.admissions import Admissions
@@ -130,6 +131,7 @@ class SchedulerSide:
         self.predictions = Predictions(recorder, self.costs.load, store, clock)
         self._peers = PeerMatcher(layout, store, fleet, recorder, clock, load_deadline_s)
         self._shared = SharedBoundaries(layout.model)
+        answered = AnsweredPrompts()
         self._restorer = Restorer(
             layout,
             store,
@@ -139,12 +141,13 @@ class SchedulerSide:
             self.predictions,
             self._peers,
             self._shared,
+            answered,
             deadline_s=load_deadline_s,
             clock=clock,
         )
         self._learner = CostLearner(self.costs, layout, store, clock)
         self._events = events
-        self._saver = Saver(layout, store, num_ranks, policies.checkpoints)
+        self._saver = Saver(layout, store, num_ranks, policies.checkpoints, answered)
         if events is not None:
             events.on_new_root(self.root.hasher.root)
             self._saver.on_reserved = events.on_stored
