@@ -1,9 +1,9 @@
 """`python -m benchmarks.side_by_side [NAME ...] [--json] [--quick]`: every KV connector in one run.
 
-Each contestant runs next to an engine without a connector, and both get the same requests by
+Each contestant runs next to an engine without a connector; both get the same requests by
 turns: a prompt that is computed, hit in the engine's own cache, restored from memory; then the same
-prompts after the engine was stopped, killed with kill -9, and after all processes ended. Then
-faults, with the first model. A contestant that cannot run is a row with its error.
+prompts after the engine was stopped. With the first model also after it was killed with kill -9,
+after all processes ended, and after faults. A contestant that cannot run is a row with its error.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -23,20 +25,22 @@ from benchmarks.side_by_side.contestants import CONTESTANTS
 from benchmarks.side_by_side.environments import ROOT
 from benchmarks.side_by_side.faults import FAULTS, run_fault
 from benchmarks.side_by_side.rows import Row
-from benchmarks.side_by_side.work import STAGES, Case, measure
+from benchmarks.side_by_side.work import STAGES, Case, References, measure
 from examples.serving import stop_servers_on_sigterm
 
 CASES = {
     case.model: case
     for case in (
-        Case("dense-bench", 8100, 8448, blocks=853, rounds=5, streams=3),
-        Case("gemma3", 8100, 8448, blocks=1365, rounds=5, streams=3),
-        Case("gptoss", 8100, 8448, blocks=1088, rounds=5, streams=3),
-        Case("deepseek_v4", 3900, 4096, blocks=2895, rounds=5, streams=3),
-        Case("qwen3_next", 3900, 4096, blocks=44, rounds=5, streams=3),
+        Case("dense-bench", 8100, 8448, blocks=853, rounds=5, streams=1),
+        Case("gemma3", 8100, 8448, blocks=1365, rounds=5, streams=1),
+        Case("gptoss", 8100, 8448, blocks=1088, rounds=5, streams=1),
+        Case("deepseek_v4", 3900, 4096, blocks=2895, rounds=5, streams=1),
+        Case("qwen3_next", 3900, 4096, blocks=44, rounds=5, streams=1),
     )
 }
 _STAGES = (*STAGES, *FAULTS)
+_OF_EVERY_MODEL = ("streams", "restart")
+"""The others are run with the first model."""
 _QUICK = Case("dense-bench", 4000, 4352, blocks=448, rounds=3)
 
 
@@ -88,20 +92,19 @@ def main() -> None:
 
     rows = []
     for case in cases:
-        for name in given.names or CONTESTANTS:
-            if (name, case.model) in done:
-                rows.append(done[name, case.model])
-                continue
-            folder = Path(tempfile.mkdtemp(prefix="run-", dir=ROOT))
-            stages = [x for x in _STAGES if x in given.stages]
-            stages = [x for x in stages if x in STAGES or case is cases[0]]
-            try:
-                row = measure(CONTESTANTS[name], case, folder, stages, run_fault, keep)
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-            keep(row)
-            rows.append(row)
-            print(report.tables(rows[-1:]), "\n", file=sys.stderr, flush=True)
+        stages = [x for x in _STAGES if x in given.stages]
+        stages = [x for x in stages if x in _OF_EVERY_MODEL or case is cases[0]]
+        with _folder() as shared, References(case, shared) as references:
+            for name in given.names or CONTESTANTS:
+                if (name, case.model) in done:
+                    rows.append(done[name, case.model])
+                    continue
+                contestant = CONTESTANTS[name]
+                with _folder() as folder:
+                    row = measure(contestant, case, folder, stages, references, run_fault, keep)
+                keep(row)
+                rows.append(row)
+                print(report.tables(rows[-1:]), "\n", file=sys.stderr, flush=True)
     publish(
         "side_by_side",
         f"{machine_line()}; medians\n\n{report.tables(rows)}",
@@ -111,6 +114,16 @@ def main() -> None:
         write=not (given.quick or given.names or given.models or given.rounds),
         plot=partial(report.picture, rows),
     )
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """Yield a folder that is removed afterwards, on the disk that contestants use."""
+    folder = Path(tempfile.mkdtemp(prefix="run-", dir=ROOT))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read(path: Path | None) -> dict[tuple[str, str], Row]:

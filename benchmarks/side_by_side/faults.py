@@ -16,17 +16,17 @@ from pathlib import Path
 from benchmarks.side_by_side.contestants import DISK_GIB
 from benchmarks.side_by_side.environments import EnvironmentFailedError, run_command
 from benchmarks.side_by_side.rows import Outcome, Row
-from benchmarks.side_by_side.work import SETTLE_S, Arena
-from examples.serving import Reply, logprob_distance
+from benchmarks.side_by_side.work import SETTLE_S, Arena, Reference
+from examples.serving import Reply, Server, logprob_distance
 
 HANG_S = 120.0
 _CORRUPTED_BYTES = 64
 
 
-def run_fault(name: str, arena: Arena, row: Row) -> Outcome:
+def run_fault(name: str, arena: Arena, reference: Reference, row: Row) -> Outcome:
     """Break one thing after the rounds; return what the next answer was. It ends the processes."""
     try:
-        return FAULTS[name](arena, row)
+        return FAULTS[name](arena, reference, row)
     except EnvironmentFailedError:
         traceback.print_exc()
         return Outcome.NOT_RUN
@@ -37,17 +37,17 @@ def run_fault(name: str, arena: Arena, row: Row) -> Outcome:
         _end(arena)
 
 
-def _process_killed(arena: Arena, row: Row) -> Outcome:
+def _process_killed(arena: Arena, reference: Reference, row: Row) -> Outcome:
     if not arena.contestant.services(arena.place):
         return Outcome.NO_SUCH
     _start(arena)
     arena.server.complete(arena.case.prompt(0), 8)
     arena.server.reset_prefix_cache()
     arena.kill_services()
-    return _outcome(arena, row, arena.answers[0])
+    return _outcome(arena, row, reference.answer(0))
 
 
-def _file_corrupted(arena: Arena, row: Row) -> Outcome:
+def _file_corrupted(arena: Arena, reference: Reference, row: Row) -> Outcome:
     if not arena.contestant.has_files:
         return Outcome.NO_SUCH
     _end(arena)
@@ -56,17 +56,17 @@ def _file_corrupted(arena: Arena, row: Row) -> Outcome:
         if path.is_file() and path.stat().st_size >= 1 << 20:
             _corrupt(path)
     _start(arena)
-    return _outcome(arena, row, arena.answers[0])
+    return _outcome(arena, row, reference.answer(0))
 
 
-def _other_weights(arena: Arena, row: Row) -> Outcome:
+def _other_weights(arena: Arena, reference: Reference, row: Row) -> Outcome:
     """Change the weights where they are: many caches know a model by its path."""
     _end(arena)
-    arena.reference.kill()
     _change_weights(arena.checkpoint)
+    log = arena.folder / "other-weights.log"
     try:
-        with arena.reference as reference:
-            right = reference.complete(arena.case.prompt(0), 8)
+        with Server(arena.checkpoint, log, None, arena.engine_args) as other:
+            right = other.complete(arena.case.prompt(0), 8)
         _start(arena)
         return _outcome(arena, row, right)
     finally:
@@ -74,7 +74,7 @@ def _other_weights(arena: Arena, row: Row) -> Outcome:
         _change_weights(arena.checkpoint)
 
 
-def _disk_full(arena: Arena, row: Row) -> Outcome:
+def _disk_full(arena: Arena, reference: Reference, row: Row) -> Outcome:
     """Start with an empty disk, fill it, ask for a prompt, and for the same again."""
     if not arena.contestant.has_files:
         return Outcome.NO_SUCH
@@ -90,19 +90,19 @@ def _disk_full(arena: Arena, row: Row) -> Outcome:
         with (files / "ballast").open("wb") as file:
             # The file system needs some blocks for the file's own list of blocks.
             os.posix_fallocate(file.fileno(), 0, space.f_bavail * space.f_frsize - (1 << 20))
-        first = _outcome(arena, row, arena.answers[0])
+        first = _outcome(arena, row, reference.answer(0))
         if first is not Outcome.COMPUTED:
             return first
         time.sleep(SETTLE_S)
         arena.server.reset_prefix_cache()
-        return _outcome(arena, row, arena.answers[0])
+        return _outcome(arena, row, reference.answer(0))
     finally:
         _end(arena)
         subprocess.run(["umount", "-l", str(files)], check=False)
         image.unlink()
 
 
-FAULTS: dict[str, Callable[[Arena, Row], Outcome]] = {
+FAULTS: dict[str, Callable[[Arena, Reference, Row], Outcome]] = {
     "process-killed": _process_killed,
     "other-weights": _other_weights,
     "disk-full": _disk_full,

@@ -9,7 +9,7 @@ import shutil
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.engine_process import CHECKPOINTS, prompt_tokens
 from benchmarks.measure import DirectDisk, Memcpy, Samples
 from benchmarks.side_by_side.contestants import Contestant, Place
-from benchmarks.side_by_side.environments import EnvironmentFailedError, environment_of
+from benchmarks.side_by_side.environments import environment_of
 from benchmarks.side_by_side.processes import Footprint, Service, footprint
 from benchmarks.side_by_side.rows import Outcome, Row
 from benchmarks.side_by_side.streams import agent_sessions, never_hits
@@ -36,6 +36,9 @@ _FIRST_ERROR = re.compile(
 """An exception of Python or a panic of Rust."""
 SETTLE_S = 2.0
 """After a prompt: most contestants save it behind the answer."""
+_QUIET_BYTES_PER_S = 1 << 20
+_WRITES_S = 60.0
+"""The longest wait for writes behind the answers."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,24 @@ class Case:
             for server in servers:
                 server.complete(self.prompt(first - number), 1)
         time.sleep(SETTLE_S)
+        _await_writes()
+
+
+def _await_writes() -> None:
+    """Wait until nobody writes to a disk: contestants do so long after an answer."""
+    deadline = time.monotonic() + _WRITES_S
+    written = _written_bytes()
+    while time.monotonic() < deadline:
+        time.sleep(1.0)
+        before, written = written, _written_bytes()
+        if written - before < _QUIET_BYTES_PER_S:
+            return
+
+
+def _written_bytes() -> int:
+    """Return the bytes that the kernel has written to disks: 512 for each sector."""
+    lines = Path("/proc/diskstats").read_text().splitlines()
+    return 512 * sum(int(line.split()[9]) for line in lines)
 
 
 def useful_bytes(checkpoint: Path, num_tokens: int) -> int:
@@ -95,8 +116,72 @@ STAGES = ("streams", "restart", "kill9", "reboot")
 """After the rounds, in this order: streams of requests, then the ways in which an engine ends."""
 
 
+class Reference:
+    """An engine without a connector, which all contestants with the same arguments share."""
+
+    def __init__(self, case: Case, arguments: Mapping[str, Any], folder: Path) -> None:
+        """`arguments`: of the engine, besides those of the case."""
+        self._case = case
+        checkpoint = write_checkpoint(case.model, CHECKPOINTS)
+        arguments = case.engine_args | dict(arguments)
+        self.server = Server(checkpoint, folder / "reference.log", None, arguments)
+        self._answers: dict[int, Reply] = {}
+        self._power: float | None = None
+
+    def start(self) -> None:
+        """Start the engine, and let it write to all its pages."""
+        self.server.start()
+        self._case.touch_pages([self.server], -1)
+
+    def compute(self, round_: int) -> Timed:
+        """Compute the prompt of a round."""
+        self.server.reset_prefix_cache()
+        return timed(self.server, self._case.prompt(round_))
+
+    def answer(self, round_: int) -> Reply:
+        """Return the answer to a prompt from the engine's own hit: it was just computed."""
+        if round_ not in self._answers:
+            prompt = self._case.prompt(round_)
+            self._answers[round_] = self.server.complete(prompt, _ANSWER_TOKENS)
+        return self._answers[round_]
+
+    def power(self) -> float:
+        """Return the distance of logprobs that another early token of the first prompt makes."""
+        if self._power is None:
+            changed = self._case.prompt(0)
+            changed[len(changed) // 8] ^= 1
+            other = self.server.complete(changed, _ANSWER_TOKENS)
+            self._power = logprob_distance(self.answer(0), other)
+        return self._power
+
+
+class References:
+    """The running references of one case."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self._case, self._folder = case, folder
+        self._running: dict[tuple[tuple[str, Any], ...], Reference] = {}
+
+    def of(self, contestant: Contestant) -> Reference:
+        """Return the reference of a contestant, and start it if it does not run."""
+        key = tuple(sorted(contestant.engine_args.items()))
+        if key not in self._running:
+            folder = self._folder / f"reference-{len(self._running)}"
+            folder.mkdir()
+            reference = self._running[key] = Reference(self._case, dict(key), folder)
+            reference.start()
+        return self._running[key]
+
+    def __enter__(self) -> References:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for reference in self._running.values():
+            reference.server.kill()
+
+
 class Arena:
-    """The running servers of one contestant, and the reference."""
+    """The running servers of one contestant."""
 
     def __init__(self, contestant: Contestant, case: Case, folder: Path) -> None:
         """Make the contestant's environment. Raises EnvironmentFailedError."""
@@ -111,8 +196,6 @@ class Arena:
         """A copy, so that a fault can change the weights where they are."""
         shutil.copytree(write_checkpoint(case.model, CHECKPOINTS), self.checkpoint)
         self.services: list[Service] = []
-        self.answers: list[Reply] = []
-        """Answers of the reference from its own hit, by round."""
         self._variables = environment.variables | contestant.variables(self.place)
         self.server = self._server("server")
         self.prefiller: Server | None = None
@@ -121,15 +204,18 @@ class Arena:
             # Each engine listens for the other's handshake.
             port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.place.ports[1])}
             self.prefiller.environment = self._variables | port
-        arguments = case.engine_args | dict(contestant.engine_args)
-        self.reference = Server(self.checkpoint, folder / "reference.log", None, arguments)
+
+    @property
+    def engine_args(self) -> dict[str, Any]:
+        """The arguments of the contestant's engines."""
+        return self.case.engine_args | dict(self.contestant.engine_args)
 
     def _server(self, name: str) -> Server:
         return Server(
             self.checkpoint,
             self.folder / f"{name}.log",
             self.contestant.transfer(self.place),
-            self.case.engine_args | dict(self.contestant.engine_args),
+            self.engine_args,
             self._variables,
             python=str(self.place.environment.bin / "python"),
         )
@@ -140,13 +226,18 @@ class Arena:
             log = self.folder / f"service-{number}.log"
             self.services.append(Service(what, self._variables, log))
 
+    @property
+    def engines(self) -> list[Server]:
+        """The contestant's engines: two if one prefills for the other."""
+        return [x for x in (self.server, self.prefiller) if x is not None]
+
     def start_all(self) -> None:
-        """Start all engines together."""
-        engines = [x for x in (self.reference, self.prefiller, self.server) if x is not None]
-        for engine in engines:
+        """Start all engines together, and let them write to all their pages."""
+        for engine in self.engines:
             engine.launch()
-        for engine in engines:
+        for engine in self.engines:
             engine.start()
+        self.case.touch_pages(self.engines, -1)
 
     def start(self) -> float:
         """Start the engine; return its seconds."""
@@ -185,10 +276,8 @@ class Arena:
 
     def footprint(self) -> Footprint:
         """Return what the contestant's processes take of the machine."""
-        groups = [self.server.group, *(service.group for service in self.services)]
-        if self.prefiller is not None:
-            groups.append(self.prefiller.group)
-        return footprint(groups)
+        groups = [engine.group for engine in self.engines]
+        return footprint(groups + [service.group for service in self.services])
 
     def forget_pages(self) -> None:
         """Drop the contestant's files from the kernel's page cache, as a reboot does."""
@@ -200,9 +289,8 @@ class Arena:
 
     def close(self) -> None:
         """End all processes."""
-        for server in (self.reference, self.server, self.prefiller):
-            if server is not None:
-                server.kill()
+        for server in self.engines:
+            server.kill()
         self.kill_services()
 
     def __enter__(self) -> Arena:
@@ -213,18 +301,19 @@ class Arena:
 
 
 @dataclass
-class _Timed:
+class Timed:
     """A decoded answer with the seconds of its tokens."""
 
     reply: Reply
     token_s: float
 
 
-def _timed(server: Server, prompt: Sequence[int]) -> _Timed:
+def timed(server: Server, prompt: Sequence[int]) -> Timed:
+    """Complete a prompt with a longer answer."""
     began = time.perf_counter()
     reply = server.complete(prompt, _DECODED_TOKENS)
     total_s = time.perf_counter() - began
-    return _Timed(reply, (total_s - reply.ttft_s) / (_DECODED_TOKENS - 1))
+    return Timed(reply, (total_s - reply.ttft_s) / (_DECODED_TOKENS - 1))
 
 
 def measure(
@@ -232,7 +321,8 @@ def measure(
     case: Case,
     folder: Path,
     stages: Sequence[str],
-    fault: Callable[[str, Arena, Row], Outcome],
+    references: References,
+    fault: Callable[[str, Arena, Reference, Row], Outcome],
     keep: Callable[[Row], None],
 ) -> Row:
     """Run the stages; return a row, with an error where something did not run.
@@ -240,12 +330,16 @@ def measure(
     `stages`: of `STAGES`, and faults. `fault` runs one. `keep` gets the row before each stage.
     """
     row = Row(contestant.name, contestant.version, case.model)
+    stage = "environment"
     try:
         arena = Arena(contestant, case, folder)
-    except EnvironmentFailedError as error:
-        return replace(row, error=f"environment: {error}")
+        stage = "reference"
+        reference = references.of(contestant)
+    except Exception as error:
+        traceback.print_exc()
+        return replace(row, error=f"{stage}: {error}")
     with arena:
-        run = _Run(arena, row)
+        run = _Run(arena, reference, row)
         stage = "start"
         try:
             arena.start_services()
@@ -260,7 +354,7 @@ def measure(
                     elif stage in STAGES[1:]:
                         run.after(stage)
                     elif stage != "streams":
-                        outcome = fault(stage, arena, run.row)
+                        outcome = fault(stage, arena, reference, run.row)
                         run.row = replace(run.row, faults=run.row.faults | {stage: outcome})
         except Exception as error:
             traceback.print_exc()
@@ -271,8 +365,8 @@ def measure(
 class _Run:
     """Fills the row of one contestant."""
 
-    def __init__(self, arena: Arena, row: Row) -> None:
-        self._arena = arena
+    def __init__(self, arena: Arena, reference: Reference, row: Row) -> None:
+        self._arena, self._reference = arena, reference
         self.row = row
 
     def rounds(self) -> None:
@@ -280,27 +374,20 @@ class _Run:
         arena, case, samples = self._arena, self._arena.case, Samples()
         size_bytes = useful_bytes(arena.checkpoint, case.tokens)
         memcpy = Memcpy(size_bytes)
-        power = 0.0
         restored: list[int] = []
         self.row = replace(self.row, useful_bytes=size_bytes, prompt_tokens=case.tokens)
-        engines = (arena.reference, arena.server, arena.prefiller)
-        case.touch_pages([x for x in engines if x is not None], -1)
         before = arena.contestant.stored_bytes(arena.place, arena.server)
         for round_ in range(case.rounds):
             prompt = case.prompt(round_)
-            turns = [("plain", arena.reference), ("save", arena.server)]
-            if arena.prefiller is not None:
-                turns[1] = ("save", arena.prefiller)
-            for name, server in turns if round_ % 2 else turns[::-1]:
-                timed = _timed(server, prompt)
-                samples.add(f"cold {name}", timed.reply.ttft_s)
-                samples.add(f"decode {name}", timed.token_s)
-            answer = arena.reference.complete(prompt, _ANSWER_TOKENS)
-            arena.answers.append(answer)
-            if round_ == 0:
-                changed = [*prompt]
-                changed[len(prompt) // 8] ^= 1
-                power = logprob_distance(answer, arena.reference.complete(changed, _ANSWER_TOKENS))
+            for name in ("plain", "save") if round_ % 2 else ("save", "plain"):
+                if name == "plain":
+                    found = self._reference.compute(round_)
+                else:
+                    found = timed(arena.engines[-1], prompt)
+                samples.add(f"cold {name}", found.reply.ttft_s)
+                samples.add(f"decode {name}", found.token_s)
+                if name == "plain":
+                    self._reference.answer(round_)
             time.sleep(SETTLE_S)
             if arena.contestant.transfer(arena.place) is not None:
                 arena.server.reset_prefix_cache()
@@ -311,8 +398,8 @@ class _Run:
                 self._judge("memory", round_, reply)
             samples.add("local", arena.server.complete(prompt, _ANSWER_TOKENS).ttft_s)
         stored = arena.contestant.stored_bytes(arena.place, arena.server)
-        found = arena.footprint()
-        plain = footprint([arena.reference.group])
+        taken = arena.footprint()
+        plain = footprint([self._reference.server.group])
         self.row = replace(
             self.row,
             seconds=samples.medians(),
@@ -320,17 +407,17 @@ class _Run:
             prefill_ratio=samples.paired_ratio("cold save", "cold plain"),
             decode_ratio=samples.paired_ratio("decode save", "decode plain"),
             added_s=_paired_difference(samples, "memory", "local"),
-            power=power,
+            power=self._reference.power(),
             restored_tokens={"memory": min(restored, default=0)},
             stored_bytes=None if stored is None else (stored - (before or 0)) // case.rounds,
-            extra_processes=found.processes - plain.processes,
-            extra_memory_bytes=found.memory_bytes - plain.memory_bytes,
+            extra_processes=taken.processes - plain.processes,
+            extra_memory_bytes=taken.memory_bytes - plain.memory_bytes,
         )
 
     def streams(self) -> None:
         """Play sessions, and prompts that never hit, next to the reference."""
         arena, samples = self._arena, Samples()
-        turns = [("plain", arena.reference), ("save", arena.server)]
+        turns = [("plain", self._reference.server), ("save", arena.server)]
         for repeat in range(arena.case.streams):
             for name, server in turns if repeat % 2 else turns[::-1]:
                 samples.add(f"agents {name}", agent_sessions(server, repeat))
@@ -344,7 +431,6 @@ class _Run:
     def after(self, how: str) -> None:
         """End the engine in one way, start it, and ask for all prompts again."""
         arena, samples = self._arena, Samples()
-        arena.reference.stop()
         if how == "kill9":
             arena.server.kill()
         else:
@@ -376,7 +462,7 @@ class _Run:
         )
 
     def _judge(self, how: str, round_: int, reply: Reply) -> None:
-        distance = logprob_distance(self._arena.answers[round_], reply)
+        distance = logprob_distance(self._reference.answer(round_), reply)
         worst = max(self.row.distances.get(how, 0.0), distance)
         self.row = replace(self.row, distances=self.row.distances | {how: worst})
 
