@@ -49,7 +49,7 @@ class Case:
     tokens: int
     max_model_len: int
     blocks: int
-    """Of the engine's KV cache: a little more than three of the longest requests take."""
+    """Blocks in the engine's KV cache: a little more than three of the longest requests take."""
     rounds: int
     streams: int = 0
     """Repeats of sessions and streams."""
@@ -77,7 +77,7 @@ class Case:
 
 
 def _await_writes() -> None:
-    """Wait until nobody writes to a disk: contestants do so long after an answer."""
+    """Wait until no process writes to a disk: contestants do so long after an answer."""
     deadline = time.monotonic() + _WRITES_S
     written = _written_bytes()
     while time.monotonic() < deadline:
