@@ -185,7 +185,7 @@ def _pegaflow(place: Place) -> dict[str, Any]:
 
 
 def _nixl_variables(place: Place) -> dict[str, str]:
-    return {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(place.ports[0]), "UCX_TLS": "tcp,self,sm"}
+    return {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(place.ports[0])}
 
 
 CONTESTANTS: dict[str, Contestant] = {

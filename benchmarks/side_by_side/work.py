@@ -9,6 +9,7 @@ import shutil
 import statistics
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,6 +59,11 @@ class Case:
     def engine_args(self) -> dict[str, Any]:
         """The arguments of every engine."""
         return {"max_model_len": self.max_model_len, "num_gpu_blocks_override": self.blocks}
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest prompt that has room for its answer."""
+        return self.max_model_len - _DECODED_TOKENS
 
     def prompt(self, round_: int) -> list[int]:
         """Return the prompt of a round."""
@@ -264,11 +270,14 @@ class Arena:
     def restored(self, prompt: Sequence[int], **request: Any) -> Reply:
         """Complete a prompt; where there is a prefiller, with state that is taken from it."""
         if self.prefiller is not None:
+            # A prefiller that pushes state knows the two requests by their name.
+            request["request_id"] = uuid.uuid4().hex
             body = {
                 "model": self.prefiller.model.name,
                 "prompt": list(prompt),
                 "max_tokens": 1,
                 "kv_transfer_params": {"do_remote_decode": True},
+                "request_id": request["request_id"],
             }
             handed = self.prefiller.post("/v1/completions", body)["kv_transfer_params"]
             request["kv_transfer_params"] = handed
