@@ -172,11 +172,16 @@ def test_a_client_that_leaves_ends_its_request_in_the_engine(
     router: RunningRouter, servers: list[Server]
 ) -> None:
     body = {"model": MODEL, "prompt": [5, 6, 7], "stream": True, **LONG}
-    before = total(servers, "vllm:generation_tokens_total")
-    with router.client.stream("POST", "/v1/completions", json=body) as answer:
-        next(answer.iter_raw())
-    wait_until(lambda: total(servers, "vllm:num_requests_running") == 0)
-    assert total(servers, "vllm:generation_tokens_total") - before < LONG["max_tokens"]
+    generated = []
+    for _ in range(3):  # on a busy machine the first token may arrive when all are generated
+        before = total(servers, "vllm:generation_tokens_total")
+        with router.client.stream("POST", "/v1/completions", json=body) as answer:
+            next(answer.iter_raw())
+        wait_until(lambda: total(servers, "vllm:num_requests_running") == 0)
+        generated.append(total(servers, "vllm:generation_tokens_total") - before)
+        if generated[-1] < LONG["max_tokens"]:
+            return
+    pytest.fail(f"every request was computed to its end: {generated}")
 
 
 def total(servers: list[Server], metric: str) -> float:
