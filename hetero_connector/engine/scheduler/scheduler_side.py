@@ -113,9 +113,7 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
         num_ranks: int | None = None,
     ) -> None:
-        """`events`: None if no block events are published. `num_ranks`: ranks of all pipeline
-        stages; None: those of a single stage.
-        """
+        """`events`: None publishes none. `num_ranks`: of all pipeline stages; None: of a single one."""
         self.planner = policies.planner
         self.costs = policies.planner.costs
         self.store = store
