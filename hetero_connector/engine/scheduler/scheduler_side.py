@@ -113,7 +113,7 @@ class SchedulerSide:
         clock: Callable[[], float] = time.monotonic,
         num_ranks: int | None = None,
     ) -> None:
-        """`events`: None publishes none. `num_ranks`: of all pipeline stages; None: of a single one."""
+        """`events`: None publishes none. `num_ranks`: of all pipeline stages; None: of one."""
         self.planner = policies.planner
         self.costs = policies.planner.costs
         self.store = store
