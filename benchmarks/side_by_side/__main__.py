@@ -13,7 +13,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -69,6 +69,9 @@ def main() -> None:
     parser.add_argument(
         "--resume", type=Path, metavar="FILE", help="keep rows here, and run what it lacks"
     )
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="publish the rows that are kept here, and end"
+    )
     parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
     parser.add_argument("--remove", action="store_true", help="remove the environments, and end")
     given = parser.parse_args()
@@ -78,6 +81,14 @@ def main() -> None:
     unknown = sorted(set(given.names) - CONTESTANTS.keys())
     if unknown:
         parser.error(f"no contestant {unknown[0]!r}; there are {', '.join(CONTESTANTS)}")
+    if given.report:
+        known = _read(given.report)
+        pairs = [(name, model) for model in CASES for name in CONTESTANTS]
+        kept = [known[pair] for pair in pairs if pair in known]
+        if not kept:
+            parser.error(f"{given.report} has no rows: --resume keeps them there")
+        _publish(kept, as_json=given.json, write=True)
+        return
     stop_servers_on_sigterm()
     if given.quick:
         cases = [replace(_QUICK, model=name) for name in given.models or [_QUICK.model]]
@@ -91,7 +102,7 @@ def main() -> None:
     if given.rounds:
         cases = [replace(case, rounds=given.rounds) for case in cases]
     ROOT.mkdir(parents=True, exist_ok=True)
-    done = _read(given.resume)
+    done = {key: row for key, row in _read(given.resume).items() if row.error is None}
 
     def keep(row: Row) -> None:
         if given.resume:
@@ -113,13 +124,18 @@ def main() -> None:
                 keep(row)
                 rows.append(row)
                 print(report.tables(rows[-1:]), "\n", file=sys.stderr, flush=True)
+    partly = any((given.quick, given.names, given.models, given.tokens, given.rounds))
+    _publish(rows, as_json=given.json, write=not partly)
+
+
+def _publish(rows: Sequence[Row], *, as_json: bool, write: bool) -> None:
     publish(
         "side_by_side",
         f"{machine_line()}; medians\n\n{report.tables(rows)}",
         report.figures(rows),
         {"rows": [asdict(row) for row in rows]},
-        as_json=given.json,
-        write=not any((given.quick, given.names, given.models, given.tokens, given.rounds)),
+        as_json=as_json,
+        write=write,
         plot=partial(report.picture, rows),
     )
 
@@ -135,11 +151,10 @@ def _folder() -> Iterator[Path]:
 
 
 def _read(path: Path | None) -> dict[tuple[str, str], Row]:
-    """Return the complete rows of a file by contestant and model."""
+    """Return the newest rows of a file by contestant and model."""
     lines = path.read_text().splitlines() if path and path.exists() else []
     rows = [Row.from_plain(json.loads(line)) for line in lines]
-    last = {(row.contestant, row.model): row for row in rows}
-    return {key: row for key, row in last.items() if row.error is None}
+    return {(row.contestant, row.model): row for row in rows}
 
 
 if __name__ == "__main__":

@@ -185,7 +185,8 @@ def _pegaflow(place: Place) -> dict[str, Any]:
 
 
 def _nixl_variables(place: Place) -> dict[str, str]:
-    return {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(place.ports[0])}
+    # With UCX's own choice the engines' handshake is not answered in time on two cores.
+    return {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(place.ports[0]), "UCX_TLS": "tcp,self,sm"}
 
 
 CONTESTANTS: dict[str, Contestant] = {

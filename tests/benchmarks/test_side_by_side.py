@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks import measure
+from benchmarks.side_by_side import __main__ as command
 from benchmarks.side_by_side import report
 from benchmarks.side_by_side.contestants import CONTESTANTS, Place
 from benchmarks.side_by_side.environments import (
@@ -161,6 +163,22 @@ def test_useful_bytes_are_those_of_the_model(tmp_path: Path) -> None:
 def test_a_row_that_was_kept_is_the_same_row() -> None:
     kept = row("heterocache", faults={"other-weights": Outcome.COMPUTED})
     assert Row.from_plain(json.loads(json.dumps(asdict(kept)))) == kept
+
+
+def test_the_newest_rows_of_a_file_are_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped = row("mooncake", "dense-bench", None, error="restart: it was stopped here")
+    rows = [stopped, row("heterocache", "dense-bench"), row("mooncake", "dense-bench", 0.04)]
+    kept = tmp_path / "rows"
+    kept.write_text("".join(json.dumps(asdict(x)) + "\n" for x in rows))
+    monkeypatch.setattr(measure, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(report, "picture", lambda rows: tmp_path / "picture.png")
+    monkeypatch.setattr(sys, "argv", ["side_by_side", "--report", str(kept), "--json"])
+    command.main()
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["added_over_best_rival"] == 0.5
+    (written,) = (tmp_path / "results").glob("*.txt")
+    assert "it was stopped here" not in written.read_text()
 
 
 def test_an_answer_is_judged_by_what_the_comparison_can_see() -> None:
