@@ -42,8 +42,19 @@ CASES = {
 recurrent state it depends on a contestant's chunks how much of the rest is computed."""
 _STAGES = (*STAGES, *FAULTS)
 _OF_EVERY_MODEL = ("streams", "restart")
-"""The others are run with the first model."""
-_QUICK = Case("dense-bench", 4000, 4352, blocks=448, rounds=3)
+"""The other stages are run with the first model alone."""
+
+
+def _quick(case: Case) -> Case:
+    """Return the case with prompts and memory of half the size, and fewer rounds."""
+    return replace(
+        case,
+        tokens=case.tokens // 2,
+        max_model_len=case.max_model_len // 2,
+        blocks=case.blocks // 2,
+        rounds=3,
+        streams=0,
+    )
 
 
 def main() -> None:
@@ -91,7 +102,7 @@ def main() -> None:
         return
     stop_servers_on_sigterm()
     if given.quick:
-        cases = [replace(_QUICK, model=name) for name in given.models or [_QUICK.model]]
+        cases = [_quick(CASES[name]) for name in given.models or ["dense-bench"]]
     else:
         cases = [CASES[name] for name in given.models or CASES]
     if given.tokens:

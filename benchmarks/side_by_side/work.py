@@ -30,7 +30,7 @@ from hetero_connector.spec.from_config import model_spec_from_config
 _ANSWER_TOKENS = 8
 _DECODED_TOKENS = 33
 _PROMPTS_TO_FILL = 4
-"""They take more than `Case.blocks`."""
+"""Prompts after which an engine has written to all its pages: more than `Case.blocks` hold."""
 _FIRST_ERROR = re.compile(
     r"Traceback \(.*?\b(\w*(?:Error|Exception): [^\n]+)|panicked at [^\n]+\n([^\n]+)", re.DOTALL
 )
@@ -50,7 +50,8 @@ class Case:
     tokens: int
     max_model_len: int
     blocks: int
-    """Blocks in the engine's KV cache: a little more than three of the longest requests take."""
+    """Blocks in the engine's KV cache: more than one of the longest requests takes, fewer than the
+    prompts that fill it (`_PROMPTS_TO_FILL`)."""
     rounds: int
     streams: int = 0
     """Repeats of sessions and streams."""
@@ -147,7 +148,7 @@ class Reference:
     def compute(self, round_: int) -> Timed:
         """Compute the prompt of a round."""
         self.server.reset_prefix_cache()
-        return timed(self.server, self._case.prompt(round_))
+        return _timed(self.server, self._case.prompt(round_))
 
     def answer(self, round_: int) -> Reply:
         """Return the answer to a prompt from the engine's own hit: it was just computed."""
@@ -322,7 +323,7 @@ class Timed:
     token_s: float
 
 
-def timed(server: Server, prompt: Sequence[int]) -> Timed:
+def _timed(server: Server, prompt: Sequence[int]) -> Timed:
     """Complete a prompt with a longer answer."""
     began = time.perf_counter()
     reply = server.complete(prompt, _DECODED_TOKENS)
@@ -397,7 +398,7 @@ class _Run:
                 if name == "plain":
                     found = self._reference.compute(round_)
                 else:
-                    found = timed(arena.engines[-1], prompt)
+                    found = _timed(arena.engines[-1], prompt)
                 samples.add(f"cold {name}", found.reply.ttft_s)
                 samples.add(f"decode {name}", found.token_s)
                 if name == "plain":
