@@ -136,8 +136,7 @@ def test_what_is_cleared_is_computed(admin: Admin) -> None:
 
 def test_a_warmed_prompt_is_restored_from_dram(admin: Admin) -> None:
     admin.sources(1)
-    assert admin.order("drain", wait_s=30)["written"]
-    assert admin.order("resume") == {"draining": False}
+    write_out(admin)
     push_out(admin)
     assert admin.sources(1) == {"ssd": STORED}
     push_out(admin)
@@ -149,6 +148,7 @@ def test_a_warmed_prompt_is_restored_from_dram(admin: Admin) -> None:
 def test_a_pinned_prompt_stays_in_dram(admin: Admin) -> None:
     prompt = prompt_tokens(LENGTH, 1)
     admin.sources(1)
+    write_out(admin)
     assert admin.order("pin", token_ids=prompt, seconds=300)["pinned_tokens"] == STORED
     push_out(admin)
     assert admin.sources(1) == {"dram": STORED}
@@ -162,11 +162,16 @@ def push_out(admin: Admin) -> None:
     push_out.seed += 100  # type: ignore[attr-defined]
     for seed in range(12):
         admin.sources(push_out.seed + seed)  # type: ignore[attr-defined]
-    assert admin.order("drain", wait_s=30)["written"]
-    admin.order("resume")
+    write_out(admin)
 
 
 push_out.seed = 1000  # type: ignore[attr-defined]
+
+
+def write_out(admin: Admin) -> None:
+    """Wait until all is on SSD. The end of a prompt is stored a moment after its answer."""
+    assert admin.order("drain", wait_s=30)["written"]
+    assert admin.order("resume") == {"draining": False}
 
 
 def test_text_and_messages_are_the_prompts_of_requests(admin: Admin) -> None:
@@ -192,8 +197,7 @@ def test_a_draining_engine_restores_and_stores_nothing(admin: Admin) -> None:
 def test_a_scrub_reads_all_while_requests_run(admin: Admin) -> None:
     for seed in range(4):
         admin.sources(seed)
-    admin.order("drain", wait_s=30)
-    admin.order("resume")
+    write_out(admin)
     with ThreadPoolExecutor(1) as pool:
         served = pool.submit(admin.sources, 9)
         admin.run("scrub", "--rate", "100")
@@ -272,8 +276,7 @@ def test_what_lives_for_a_second_is_forgotten_in_every_tier(admin: Admin) -> Non
 def test_what_has_low_priority_leaves_first(admin: Admin) -> None:
     for number, priority in enumerate(("high", "normal", "low")):
         admin.sources(number, session_id=priority, **params(priority=priority))
-    assert admin.order("drain", wait_s=30)["written"]
-    admin.order("resume")
+    write_out(admin)
 
     def chunks_in_dram(session: str) -> int:
         return int(admin.sessions()[session]["chunks_by_tier"]["dram"])

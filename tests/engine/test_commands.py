@@ -322,6 +322,20 @@ def test_a_draining_engine_stores_nothing_new_and_has_written_all(
     assert stored(engine, second) == 128
 
 
+def test_draining_waits_for_the_end_of_a_prompt_that_is_being_copied(
+    start: Start, tmp_path: Path
+) -> None:
+    engine = start(ssd_dir=tmp_path, ssd_bytes=1 << 22, spill_delay_s=3600.0)
+    request = turn("a", count=150)
+    engine.admit(request)
+    engine.step(a=150)
+    engine.finish(request)  # its last chunk is reserved, and no worker has copied it
+    drain = engine.side.commands.drain
+    assert drain({"wait_s": 0.05}) == {"draining": True, "written": False}
+    assert do(engine, "drain") == {"draining": True, "written": True}
+    assert engine.store.occupancy()[1].artifacts[StateType.DENSE_KV] == 3
+
+
 def test_an_engine_without_ssd_says_that_draining_writes_nothing(start: Start) -> None:
     with pytest.raises(CommandError, match="no ssd_dir"):
         do(start(), "drain")

@@ -77,9 +77,14 @@ class Commands:
         store: ArtifactStore,
         book: SessionBook,
         request_step: Callable[[], None],
+        awaits_copies: Callable[[], bool],
     ) -> None:
-        """`request_step`: as for `StepCalls`. Raises StoreError; see `Clearings`."""
+        """`request_step`: as for `StepCalls`. Raises StoreError; see `Clearings`.
+
+        `awaits_copies` says, on any thread, whether workers still copy what is to be stored.
+        """
         self._engine = engine
+        self._awaits_copies = awaits_copies
         self._store = store
         self._book = book
         self.steps = StepCalls(request_step)
@@ -148,7 +153,10 @@ class Commands:
             time.sleep(_POLL_S)
 
     def drain(self, arguments: Arguments) -> Result:
-        """Store nothing new, and write what is in DRAM to SSD; `resume`: store again."""
+        """Store nothing new, and write what is in DRAM to SSD; `resume`: store again.
+
+        What workers copy at the moment is waited for and written, too.
+        """
         take = Taker(arguments, "resume", "wait_s")
         resumes, wait_s = take.flag("resume"), take.seconds("wait_s", 60.0)
         if self._store.catalog.config.ssd_dir is None:
@@ -158,7 +166,11 @@ class Commands:
         self.is_draining = not resumes
         if resumes:
             return {"draining": False}
-        answer = {"draining": True, "written": self._store.flush(wait_s)}
+        deadline = time.monotonic() + wait_s
+        while self._awaits_copies() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        is_written = self._store.flush(max(0.0, deadline - time.monotonic()))
+        answer = {"draining": True, "written": is_written and not self._awaits_copies()}
         health = self._store.health()
         if not answer["written"] and not (health.ssd_writable and health.io_alive):
             return {**answer, "reason": "the SSD cannot be written: the engine's log says why"}

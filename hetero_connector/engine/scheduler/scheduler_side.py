@@ -172,7 +172,8 @@ class SchedulerSide:
             num_ranks,
         )
         self.idle_steps = IdleSteps(self._has_news)
-        self.commands = Commands(self, store, self._sessions.book, self.idle_steps.request_step)
+        book, awaits_copies = self._sessions.book, lambda: self._saver.awaits_reports
+        self.commands = Commands(self, store, book, self.idle_steps.request_step, awaits_copies)
         self._status: StatusServer | None = None
         self._keeper: LearnedKeeper | None = None
         self._early = EarlySaves(self._saver, recorder, layout.model)
