@@ -189,6 +189,10 @@ def _nixl_variables(place: Place) -> dict[str, str]:
     return {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(place.ports[0]), "UCX_TLS": "tcp,self,sm"}
 
 
+_NIXL = {"kv_lease_duration": 300}
+"""Two engines on two cores wait for each other longer than the 30 s of the default."""
+
+
 CONTESTANTS: dict[str, Contestant] = {
     contestant.name: contestant
     for contestant in (
@@ -252,13 +256,13 @@ CONTESTANTS: dict[str, Contestant] = {
         ),
         Contestant(
             "nixl",
-            lambda place: _config("NixlConnector", {}, kv_buffer_device="cpu"),
+            lambda place: _config("NixlConnector", _NIXL, kv_buffer_device="cpu"),
             variables=_nixl_variables,
             has_prefiller=True,
         ),
         Contestant(
             "nixl_push",
-            lambda place: _config("NixlPushConnector", {}, kv_buffer_device="cpu"),
+            lambda place: _config("NixlPushConnector", _NIXL, kv_buffer_device="cpu"),
             variables=_nixl_variables,
             has_prefiller=True,
         ),

@@ -85,9 +85,7 @@ class Row:
         """True if restores from memory ran, brought state back, and answered right."""
         if self.added_s is None or "memory" in self.wrong:
             return False
-        # Engines that take state from a prefiller may not count it as cached.
-        is_fast = self.seconds["memory"] < self.seconds["cold save"] / 2
-        return self.restored_tokens.get("memory", 0) > 0 or is_fast
+        return self.restored_tokens.get("memory", 0) > 0
 
     @property
     def memcpy_ratio(self) -> float | None:

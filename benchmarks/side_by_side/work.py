@@ -286,8 +286,18 @@ class Arena:
                 "request_id": request["request_id"],
             }
             handed = self.prefiller.post("/v1/completions", body)["kv_transfer_params"]
-            request["kv_transfer_params"] = handed
+            before = self._received_tokens()
+            reply = self.server.complete(
+                prompt, _ANSWER_TOKENS, **request, kv_transfer_params=handed
+            )
+            # The answer reports what the prefiller found in its cache, not what came from it.
+            return replace(reply, cached_tokens=self._received_tokens() - before)
         return self.server.complete(prompt, _ANSWER_TOKENS, **request)
+
+    def _received_tokens(self) -> int:
+        """Return the tokens that the engine's connector has loaded in its life."""
+        series = self.server.series("vllm:external_prefix_cache_hits_total")
+        return int(sum(value for _, value in series))
 
     def footprint(self) -> Footprint:
         """Return what the contestant's processes take of the machine."""
