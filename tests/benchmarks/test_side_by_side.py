@@ -55,11 +55,6 @@ def test_a_rival_that_answers_wrong_or_restores_nothing_does_not_count() -> None
     assert figures["rivals_run"] == 0
 
 
-def test_engines_that_take_state_from_a_prefiller_report_no_cached_tokens() -> None:
-    nixl = row("nixl", restored_tokens={"memory": 0})
-    assert report.figures([row("heterocache"), nixl])["rivals_run"] == 1
-
-
 def test_large_restores_are_compared_with_a_copy_and_small_ones_beyond_it() -> None:
     small = row("heterocache", "gemma3", 0.0275, useful_bytes=12_000_000)
     figures = report.figures([row("heterocache"), small])
