@@ -28,6 +28,8 @@ class Place:
     environment: Environment
     ports: Sequence[int]
     """Free TCP ports."""
+    chunk_tokens: int = 256
+    """Tokens of a chunk, where a contestant asks: LMCache's default, if a block has no more."""
 
 
 def _nothing(place: Place) -> dict[str, str]:
@@ -110,7 +112,7 @@ def _lmcache_variables(place: Place) -> dict[str, str]:
 
 def _lmcache_in_process_variables(place: Place) -> dict[str, str]:
     return _lmcache_variables(place) | {
-        "LMCACHE_CHUNK_SIZE": "256",
+        "LMCACHE_CHUNK_SIZE": str(place.chunk_tokens),
         "LMCACHE_LOCAL_CPU": "true",
         "LMCACHE_MAX_LOCAL_CPU_SIZE": str(MEMORY_GIB),
         "LMCACHE_LOCAL_DISK": f"file://{place.folder}/",
@@ -122,6 +124,7 @@ def _lmcache_server(place: Place) -> list[ServiceCommand]:
     port, http, prometheus = place.ports[:3]
     command = [str(place.environment.bin / "lmcache"), "server", "--port", str(port)]
     command += ["--http-port", str(http), "--prometheus-port", str(prometheus)]
+    command += ["--chunk-size", str(place.chunk_tokens)]
     command += ["--l1-size-gb", str(MEMORY_GIB), "--eviction-policy", "LRU"]
     command += ["--l2-adapter", json.dumps({"type": "fs", "base_path": str(place.folder)})]
     return [ServiceCommand(command, http)]

@@ -55,6 +55,8 @@ class Case:
     rounds: int
     streams: int = 0
     """Repeats of sessions and streams."""
+    chunk_tokens: int = Place.chunk_tokens
+    """A multiple of the tokens of the engine's blocks."""
 
     @property
     def engine_args(self) -> dict[str, Any]:
@@ -203,7 +205,8 @@ class Arena:
         )
         files = folder / "files"
         files.mkdir(parents=True)
-        self.place = Place(files, environment, [free_port() for _ in range(4)])
+        ports = [free_port() for _ in range(4)]
+        self.place = Place(files, environment, ports, case.chunk_tokens)
         self.checkpoint = folder / "checkpoint" / case.model
         """A copy, so that a fault can change the weights where they are."""
         shutil.copytree(write_checkpoint(case.model, CHECKPOINTS), self.checkpoint)
