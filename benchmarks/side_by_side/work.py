@@ -35,6 +35,8 @@ _FIRST_ERROR = re.compile(
     r"Traceback \(.*?\b(\w*(?:Error|Exception): [^\n]+)|panicked at [^\n]+\n([^\n]+)", re.DOTALL
 )
 """An exception of Python or a panic of Rust."""
+_INTRODUCTIONS = 5
+"""Attempts of two engines to find each other."""
 SETTLE_S = 2.0
 """After a prompt: most contestants save it behind the answer."""
 _QUIET_BYTES_PER_S = 1 << 20
@@ -253,6 +255,20 @@ class Arena:
         for engine in self.engines:
             engine.start()
         self.case.touch_pages(self.engines, -1)
+        if self.prefiller is not None:
+            self._introduce()
+
+    def _introduce(self) -> None:
+        """Let the engines find each other, which on few cores fails at first for want of time."""
+        for attempt in range(_INTRODUCTIONS):
+            self.server.reset_prefix_cache()
+            try:
+                self.restored(prompt_tokens(1000, attempt))
+            except (OSError, RuntimeError):
+                if attempt == _INTRODUCTIONS - 1:
+                    raise
+            else:
+                return
 
     def start(self) -> float:
         """Start the engine; return its seconds."""
