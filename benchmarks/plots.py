@@ -12,14 +12,16 @@ from benchmarks.measure import RESULTS
 
 def bars(name: str, panels: Sequence[tuple[str, str, Mapping[str, float], float | None]]) -> Path:
     """Draw panels of (title, unit, value by label, goal); a goal is drawn as a line."""
-    figure, axes = _figure(len(panels), 3.6, 3.4)
+    figure, axes = _figure(len(panels), 4.4, 2.6)
     for axis, (title, unit, values, goal) in zip(axes, panels, strict=True):
-        axis.bar(list(values), list(values.values()), color="#4477aa", width=0.6)
+        drawn = axis.barh(list(values), list(values.values()), color="#4477aa", height=0.6)
+        axis.bar_label(drawn, fmt=_short, padding=2, fontsize=7)
+        axis.invert_yaxis()
+        axis.margins(x=0.15)
         if goal is not None:
-            axis.axhline(goal, color="#cc3311", linestyle="--", linewidth=1, label=f"goal {goal:g}")
+            axis.axvline(goal, color="#cc3311", linestyle="--", linewidth=1, label=f"goal {goal:g}")
             axis.legend(fontsize=7)
-        axis.tick_params(axis="x", rotation=30)
-        _label(axis, title, "", unit)
+        _label(axis, title, unit, "")
     return _save(figure, name)
 
 
@@ -70,6 +72,10 @@ def heat_maps(
         axis.set_title(panel, fontsize=9)
     figure.suptitle(title, fontsize=9)
     return _save(figure, name)
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _figure(panels: int, width: float, height: float) -> tuple[Any, Any]:
