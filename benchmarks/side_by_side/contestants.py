@@ -29,7 +29,7 @@ class Place:
     ports: Sequence[int]
     """Free TCP ports."""
     chunk_tokens: int = 256
-    """Tokens of a chunk, where a contestant asks: LMCache's default, if a block has no more."""
+    """For LMCache, whose default this is; whole blocks of the engine."""
 
 
 def _nothing(place: Place) -> dict[str, str]:
@@ -193,7 +193,7 @@ def _nixl_variables(place: Place) -> dict[str, str]:
 
 
 _NIXL = {"kv_lease_duration": 300}
-"""Two engines on two cores wait for each other longer than the 30 s of the default."""
+"""Seconds. With the default, 30, a prefiller on two cores drops state before it is asked for it."""
 
 
 CONTESTANTS: dict[str, Contestant] = {

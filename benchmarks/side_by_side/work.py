@@ -58,7 +58,7 @@ class Case:
     streams: int = 0
     """Repeats of sessions and streams."""
     chunk_tokens: int = Place.chunk_tokens
-    """A multiple of the tokens of the engine's blocks."""
+    """Tokens of a contestant's chunk (see `Place`): a multiple of those of the engine's blocks."""
 
     @property
     def engine_args(self) -> dict[str, Any]:
@@ -259,7 +259,10 @@ class Arena:
             self._introduce()
 
     def _introduce(self) -> None:
-        """Let the engines find each other, which on few cores fails at first for want of time."""
+        """Restore a prompt until it succeeds: on few cores the engines' first handshake times out.
+
+        Raises what the last of `_INTRODUCTIONS` attempts raised.
+        """
         for attempt in range(_INTRODUCTIONS):
             self.server.reset_prefix_cache()
             try:
