@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from examples.tables import table as table
+from hetero_connector.transfer.checksum import checksum
 from hetero_connector.units import MIB
 
 RESULTS = Path(__file__).parent / "results"
@@ -87,7 +88,9 @@ class DirectDisk:
     """One file of `size_bytes` (rounded up to dd's block, 4 MiB), read and written O_DIRECT.
 
     `read_bandwidth` is that of dd: one read at a time into a small buffer. `limit` is the upper
-    limit of the device: parallel reads into huge pages.
+    limit of the device: parallel reads into huge pages. `verified_limit` is that of a restore,
+    which reads into memory that has been idle, and must look at every byte: a virtual machine's
+    host takes idle memory back, and each first access to it waits.
     """
 
     def __init__(self, directory: Path, size_bytes: int) -> None:
@@ -106,17 +109,30 @@ class DirectDisk:
     def limit(self) -> float:
         """Read the file once by `_READERS` threads together; return bytes per second."""
         if self._memory is None:
-            self._memory = touched(self._count * _DD_BLOCK)
-        view, blocks = self._memory.data, range(0, len(self._memory), _DD_BLOCK)
+            self._memory = self.memory()
+        return self._read_into(self._memory, lambda _block: None)
+
+    def memory(self) -> np.ndarray:
+        """Return touched memory for the file, `[bytes] uint8`."""
+        return touched(self._count * _DD_BLOCK)
+
+    def verified_limit(self, memory: np.ndarray) -> float:
+        """Read the file into `memory`, and make a checksum of each block that has come."""
+        return self._read_into(memory, lambda block: checksum(block, seed=0))
+
+    def _read_into(self, memory: np.ndarray, use: Callable[[np.ndarray], object]) -> float:
         fd = os.open(self._path, os.O_RDONLY | os.O_DIRECT)
 
         def read(start: int) -> None:
-            if os.preadv(fd, [view[start : start + _DD_BLOCK]], start) != _DD_BLOCK:
+            block = memory[start : start + _DD_BLOCK]
+            if os.preadv(fd, [block.data], start) != _DD_BLOCK:
                 raise RuntimeError(f"a short read at {start}")
+            use(block)
 
+        blocks = range(0, len(memory), _DD_BLOCK)
         try:
             with ThreadPoolExecutor(_READERS) as pool:
-                return len(view) / timed(lambda: list(pool.map(read, blocks)))
+                return len(memory) / timed(lambda: list(pool.map(read, blocks)))
         finally:
             os.close(fd)
 

@@ -92,10 +92,12 @@ class Row:
         """The added time over a plain copy of the useful bytes."""
         return None if self.added_s is None else self.added_s / self.seconds["memcpy"]
 
-    @property
-    def over_disk_limit(self) -> float | None:
-        """The bandwidth of the restore after a restart, over the device's upper limit."""
-        after = self.after_s.get("restart")
-        if after is None or self.added_s is None or after <= self.added_s:
+    def over_disk_limit(self, limit: str = "limit") -> float | None:
+        """The bandwidth of the restore after a restart, over a limit of `DirectDisk`.
+
+        `limit`: or "verified limit". None if it was not measured.
+        """
+        after, limit_s = self.after_s.get("restart"), self.seconds.get(f"restart {limit}")
+        if limit_s is None or after is None or self.added_s is None or after <= self.added_s:
             return None
-        return self.seconds["restart limit"] / (after - self.added_s)
+        return limit_s / (after - self.added_s)

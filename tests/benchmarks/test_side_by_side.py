@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from benchmarks.side_by_side.environments import (
     run_command,
 )
 from benchmarks.side_by_side.rows import Outcome, Row
-from benchmarks.side_by_side.work import cause, useful_bytes
+from benchmarks.side_by_side.work import Arena, cause, useful_bytes
 from examples.checkpoints import write_checkpoint
+from examples.serving import Reply
 
 
 def row(contestant: str, model: str = "dense", added_s: float | None = 0.02, **fields: Any) -> Row:
@@ -30,7 +32,7 @@ def row(contestant: str, model: str = "dense", added_s: float | None = 0.02, **f
         "useful_bytes": 200_000_000,
         "prompt_tokens": 8000,
         "seconds": {"cold save": 5.0, "local": 0.1, "memory": 0.12, "memcpy": 0.025}
-        | {"restart limit": 0.05},
+        | {"restart limit": 0.05, "restart verified limit": 0.06},
         "added_s": added_s,
         "after_s": {"restart": 0.07},
         "restored_tokens": {"memory": 8000, "restart": 8000},
@@ -61,6 +63,15 @@ def test_large_restores_are_compared_with_a_copy_and_small_ones_beyond_it() -> N
     assert figures["dram_over_memcpy"] == 0.8
     assert figures["restore_fixed_ms"] == 2.5
     assert figures["ssd_over_limit"] == 1.0
+    assert figures["ssd_over_verified_limit"] == 1.2
+
+
+def test_a_limit_that_was_not_measured_is_no_figure() -> None:
+    """Rows of older runs have one limit."""
+    older = row("heterocache", seconds={"memory": 0.12, "memcpy": 0.025, "restart limit": 0.05})
+    figures = report.figures([older])
+    assert figures["ssd_over_limit"] == 1.0
+    assert "ssd_over_verified_limit" not in figures
 
 
 def test_wrong_answers_after_faults_count() -> None:
@@ -179,3 +190,45 @@ def test_the_newest_rows_of_a_file_are_published(
 def test_an_answer_is_judged_by_what_the_comparison_can_see() -> None:
     assert replace(row("x"), distances={"memory": 0.19}).wrong == ()
     assert replace(row("x"), distances={"memory": 0.21}).wrong == ("memory",)
+
+
+class Strangers(Arena):
+    """Two engines whose first handshakes time out. No process is started."""
+
+    def __init__(self, failures: int) -> None:
+        self.server = self  # type: ignore[assignment]
+        self.attempts = self.resets = 0
+        self._failures = failures
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
+
+    def restored(self, prompt: Sequence[int], **request: Any) -> Reply:
+        self.attempts += 1
+        if self.attempts <= self._failures:
+            raise TimeoutError("no handshake")
+        return Reply([1], [], 0.1, len(prompt))
+
+
+def test_engines_are_introduced_until_a_restore_succeeds() -> None:
+    engines = Strangers(failures=2)
+    engines._introduce()
+    assert engines.attempts == engines.resets == 3
+
+
+def test_engines_that_never_meet_end_in_their_own_error() -> None:
+    engines = Strangers(failures=100)
+    with pytest.raises(TimeoutError, match="no handshake"):
+        engines._introduce()
+    assert engines.attempts == 5
+
+
+def test_tokens_from_a_prefiller_are_those_of_all_series() -> None:
+    class Counted:
+        def series(self, name: str) -> list[tuple[dict[str, str], float]]:
+            assert name == "vllm:external_prefix_cache_hits_total"
+            return [({"engine": "0"}, 512.0), ({"engine": "1"}, 256.0)]
+
+    engines = Strangers(failures=0)
+    engines.server = Counted()  # type: ignore[assignment]
+    assert engines._received_tokens() == 768
