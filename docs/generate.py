@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests import this file from elsewhere
 
-from made import DOCS, NOTE, ROOT, migration, reference, table
+from made import DOCS, NOTE, ROOT, fleets, migration, reference, table
 from made.figures import FIGURES, figures, is_met, results, times
 
 __all__ = ["FIGURES", "is_met", "pages", "results"]
@@ -53,6 +53,7 @@ def pages() -> dict[Path, str]:
         DOCS / "reference/compatibility.md": migration.compatibility(),
         DOCS / "guides/coming-from.md": migration.coming_from(),
         DOCS / "evidence/figures.md": figures(),
+        DOCS / "evidence/simulated-fleets.md": _simulated_fleets(),
         DOCS / "decisions/index.md": _decisions(),
     }
 
@@ -69,6 +70,13 @@ def _limits() -> str:
     rows = [(version, tested) for version, tested in SUPPORTED_VLLM.items()]
     text = (DOCS / "guides/limits.md").read_text()
     return _replaced(text, "vllm", table(("vLLM", "tested"), rows))
+
+
+def _simulated_fleets() -> str:
+    text = (DOCS / "evidence/simulated-fleets.md").read_text()
+    for name, body in fleets.regions().items():
+        text = _replaced(text, name, body)
+    return text
 
 
 def _replaced(text: str, name: str, body: str) -> str:

@@ -1,7 +1,8 @@
 """The parts of `docs/generate.py`: what all of them need is here.
 
-`figures`: tables of benchmark results. `reference`: pages of keys, metrics, commands, errors and
-request parameters. `migration`: compatibility, and the way from other connectors.
+`figures`: tables of benchmark results. `fleets`: those of simulated fleets. `reference`: pages of
+keys, metrics, commands, errors and request parameters. `migration`: compatibility, and the way from
+other connectors.
 """
 
 from __future__ import annotations
