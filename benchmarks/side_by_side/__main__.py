@@ -21,7 +21,7 @@ from pathlib import Path
 
 from benchmarks.measure import machine_line, publish
 from benchmarks.side_by_side import report
-from benchmarks.side_by_side.contestants import CONTESTANTS, Contestant
+from benchmarks.side_by_side.contestants import CONTESTANTS
 from benchmarks.side_by_side.environments import ROOT
 from benchmarks.side_by_side.faults import FAULTS, run_fault
 from benchmarks.side_by_side.rows import Row
@@ -50,13 +50,14 @@ _OF_EVERY_MODEL = ("streams", "restart")
 
 def _quick(case: Case) -> Case:
     """Return the case with prompts and memory of half the size, and fewer rounds."""
-    return replace(case.shortened(case.tokens // 2), rounds=3, streams=0)
-
-
-def _fitted(case: Case, contestant: Contestant) -> Case:
-    """Return the case with prompts that the contestant can bring."""
-    most = contestant.most_tokens
-    return case if most is None or case.tokens <= most else case.shortened(most)
+    return replace(
+        case,
+        tokens=case.tokens // 2,
+        max_model_len=case.max_model_len // 2,
+        blocks=case.blocks // 2,
+        rounds=3,
+        streams=0,
+    )
 
 
 def main() -> None:
@@ -126,15 +127,14 @@ def main() -> None:
     for case in cases:
         stages = [x for x in _STAGES if x in given.stages]
         stages = [x for x in stages if x in _OF_EVERY_MODEL or case is cases[0]]
-        with _folder() as shared, References(shared) as references:
+        with _folder() as shared, References(case, shared) as references:
             for name in given.names or CONTESTANTS:
                 if (name, case.model) in done:
                     rows.append(done[name, case.model])
                     continue
                 contestant = CONTESTANTS[name]
-                fitted = _fitted(case, contestant)
                 with _folder() as folder:
-                    row = measure(contestant, fitted, folder, stages, references, run_fault, keep)
+                    row = measure(contestant, case, folder, stages, references, run_fault, keep)
                 keep(row)
                 rows.append(row)
                 print(report.tables(rows[-1:]), "\n", file=sys.stderr, flush=True)

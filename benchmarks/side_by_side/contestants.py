@@ -73,8 +73,6 @@ class Contestant:
     """True if it keeps state in files of its folder."""
     has_prefiller: bool = False
     """True if a second engine computes prompts, and this one takes their state from it."""
-    most_tokens: int | None = None
-    """The longest prompts whose state comes through; None: any."""
     is_rival: bool = True
 
     @property
@@ -270,8 +268,6 @@ CONTESTANTS: dict[str, Contestant] = {
             lambda place: _config("NixlPushConnector", _NIXL, kv_buffer_device="cpu"),
             variables=_nixl_variables,
             has_prefiller=True,
-            # With 8,100 the two engines keep both cores from each other, and it times out.
-            most_tokens=2000,
         ),
         Contestant(
             "pegaflow",

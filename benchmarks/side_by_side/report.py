@@ -31,9 +31,8 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     rivals = [row for row in rows if _is_rival(row) and row.has_restored]
     found: dict[str, float] = {}
     over = []
-    for row in ours.values():
-        alike = [r for r in rivals if (r.model, r.prompt_tokens) == (row.model, row.prompt_tokens)]
-        best = min((r.added_s for r in alike if r.added_s), default=None)
+    for model, row in ours.items():
+        best = min((r.added_s for r in rivals if r.model == model and r.added_s), default=None)
         if row.added_s is not None and best is not None:
             over.append(row.added_s / best)
     if over:
@@ -65,7 +64,7 @@ def tables(rows: Sequence[Row]) -> str:
         size = max(row.useful_bytes for row in of_model) / 1e6
         tokens = max(row.prompt_tokens for row in of_model)
         parts.append(f"{model}: prompts of {tokens:,} tokens, {size:.1f} MB useful\n")
-        parts[-1] += _times(of_model, tokens) + "\n\n" + _costs(of_model)
+        parts[-1] += _times(of_model) + "\n\n" + _costs(of_model)
     faults = [row for row in rows if row.faults]
     if faults:
         parts.append(_faults(faults))
@@ -82,11 +81,10 @@ def picture(rows: Sequence[Row]) -> Path:
     """Draw what a restore from memory and after a restart adds, a panel for each model."""
     panels = []
     for model in dict.fromkeys(row.model for row in rows):
-        usual = max(row.prompt_tokens for row in rows if row.model == model)
         values = {
             f"{row.contestant}, {how}": 1e3 * seconds
             for row in rows
-            if row.model == model and row.prompt_tokens == usual
+            if row.model == model
             for how, seconds in (("memory", row.added_s), ("restart", row.after_s.get("restart")))
             if seconds is not None and row.restored_tokens.get(how, 0) > 0
         }
@@ -94,15 +92,13 @@ def picture(rows: Sequence[Row]) -> Path:
     return plots.bars("side_by_side", panels)
 
 
-def _times(rows: Iterable[Row], usual_tokens: int) -> str:
-    """Return a table; rows with other prompts than of `usual_tokens` say so."""
+def _times(rows: Iterable[Row]) -> str:
     head = ["TTFT, ms", "cold", "own hit", "memory", "added", "over memcpy"]
     head += [f"added, {how}" for how in _HOW[1:]] + ["tokens restored", "answers"]
     shown = []
     for row in rows:
         seconds = row.seconds
-        is_usual = row.prompt_tokens in (0, usual_tokens)
-        line = [row.contestant if is_usual else f"{row.contestant}, {row.prompt_tokens:,} tokens"]
+        line = [row.contestant]
         line += [_ms(seconds.get(name)) for name in ("cold save", "local", "memory")]
         line += [_ms(row.added_s), _number(row.memcpy_ratio)]
         line += [_ms(row.after_s.get(how)) for how in _HOW[1:]]

@@ -62,12 +62,6 @@ class Case:
     chunk_tokens: int = Place.chunk_tokens
     """Tokens of a contestant's chunk (see `Place`): a multiple of those of the engine's blocks."""
 
-    def shortened(self, tokens: int) -> Case:
-        """Return the case with prompts of so many tokens, and memory in proportion."""
-        share = tokens / self.tokens
-        max_model_len, blocks = int(share * self.max_model_len), int(share * self.blocks)
-        return replace(self, tokens=tokens, max_model_len=max_model_len, blocks=blocks)
-
     @property
     def engine_args(self) -> dict[str, Any]:
         """The arguments of every engine."""
@@ -180,20 +174,19 @@ class Reference:
 
 
 class References:
-    """The running references of one model."""
+    """The running references of one case."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._running: dict[tuple[Case, tuple[tuple[str, Any], ...]], Reference] = {}
+    def __init__(self, case: Case, folder: Path) -> None:
+        self._case, self._folder = case, folder
+        self._running: dict[tuple[tuple[str, Any], ...], Reference] = {}
 
-    def of(self, contestant: Contestant, case: Case) -> Reference:
+    def of(self, contestant: Contestant) -> Reference:
         """Return the reference of a contestant, and start it if it does not run."""
-        arguments = tuple(sorted(contestant.engine_args.items()))
-        key = case, arguments
+        key = tuple(sorted(contestant.engine_args.items()))
         if key not in self._running:
             folder = self._folder / f"reference-{len(self._running)}"
             folder.mkdir()
-            reference = self._running[key] = Reference(case, dict(arguments), folder)
+            reference = self._running[key] = Reference(self._case, dict(key), folder)
             reference.start()
         return self._running[key]
 
@@ -390,7 +383,7 @@ def measure(
     try:
         arena = Arena(contestant, case, folder)
         stage = "reference"
-        reference = references.of(contestant, case)
+        reference = references.of(contestant)
     except Exception as error:
         traceback.print_exc()
         return replace(row, error=f"{stage}: {error}")
