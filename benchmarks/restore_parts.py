@@ -4,7 +4,7 @@ An engine restores a prompt from DRAM and then hits it in its own cache, by turn
 that both pass are timed. Each part is the median of its milliseconds; what is in brackets is a
 share of the part above it. The forward of a restore is longer, because it reads what was just
 copied, or waits for copies that it overlaps with. Answers have one token, so the end of the request
-counts. `beyond_memcpy_ms`: what the restore adds beyond a plain copy of the same bytes, by model.
+counts. `beyond_memcpy_ms_MODEL`: what a restore adds beyond a plain copy of the same bytes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from benchmarks.engine_process import Engine, EngineProcess, prompt_tokens
 from benchmarks.measure import Memcpy, Samples, machine_line, publish, rounded, table
 
+_TURNS = 30
 _CASES = {"gemma3": 8196, "gptoss": 8196, "deepseek_v4": 3844, "qwen3_next": 3844}
 """Prompt tokens by model: just beyond a chunk."""
 _SCHEDULER = "hetero_connector.engine.scheduler.scheduler_side:SchedulerSide"
@@ -116,8 +117,8 @@ def _table(model: str, restores: Samples, hits: Samples, size_bytes: int) -> str
         restore_s = restores.median(name)
         values = (restore_s, own, restore_s - own)
         rows.append([name, *(f"{1e3 * value:.2f}" for value in values)])
-    rows.append([f"memcpy of {size_bytes / 1e6:.1f} MB", f"{1e3 * restores.median('memcpy'):.2f}"])
-    rows[-1] += ["", ""]
+    memcpy_ms = 1e3 * restores.median("memcpy")
+    rows.append([f"memcpy of {size_bytes / 1e6:.1f} MB", f"{memcpy_ms:.2f}", "", ""])
     return table([f"{model}, ms", "restored", "own hit", "more"], rows)
 
 
@@ -125,8 +126,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.restore_parts")
     parser.add_argument("models", nargs="*", help=f"of {', '.join(_CASES)} (default: all)")
     parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
-    parser.add_argument("--turns", type=int, default=30, help="of each model (default 30)")
+    parser.add_argument("--turns", type=int, default=_TURNS, help="(default 30)")
     given = parser.parse_args()
+    if given.turns < 1:
+        parser.error("--turns is at least 1")
     if unknown := set(given.models) - _CASES.keys():
         parser.error(f"no model {min(unknown)!r}; there are {', '.join(_CASES)}")
     tables, figures = [], {}
@@ -148,7 +151,7 @@ def main() -> None:
         rounded(figures),
         vars(given),
         as_json=given.json,
-        write=not given.models,
+        write=not given.models and given.turns == _TURNS,
     )
 
 

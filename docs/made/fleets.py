@@ -62,6 +62,15 @@ _SETTINGS = {
     ),
     "on DeepSeek-V4, 6 requests/s": "rate 6, sessions 2000, study mooncake-hybrid, workers 4",
 }
+_ONE_BY_ONE = {
+    "chat-1.7": "chat, 4 workers, 1.7 requests/s",
+    "chat-3.3": "3.3",
+    "chat-4.2": "4.2",
+    "chat-hour": "the hour as recorded",
+    "agents-50": "50 sessions a worker",
+    "agents-100": "100 sessions a worker",
+}
+"""The settings of which the page has all policies, by the name of the region."""
 _TERMS = {
     "chat, 3.3/s": "rate 3.3, sessions 2000, study mooncake-terms, workers 4",
     "4.2/s": "rate 4.2, sessions 2000, study mooncake-terms, workers 4",
@@ -76,7 +85,7 @@ _CACHES = {
 _CACHE_COLUMNS = ("task waiting over the bound", "saved, M tokens", "refused")
 _CAPACITY = {"DeepSeek-V4-Flash": "hybrid", "Llama-3.1-8B": "dense"}
 _SHARES = {f"{share} %": f"sessions per GPU, {share} % within objectives" for share in (90, 99)}
-_SHARE = "within objectives, %"
+_PERCENT_WITHIN = "within objectives, %"
 _INTERVAL = re.compile(r" \[.*?\]")
 _POOLS = re.compile(r"(\w+)\+prefillers=\d+")
 
@@ -88,15 +97,7 @@ def regions() -> dict[str, str]:
     """Return the tables of the page, by the name of their region."""
     path = max(_REPORTS.glob("simulated_fleets-????-??-??.md"))
     report = _Report(path.read_text())
-    chat, agents = "study mooncake-rate, workers 4", f"{_AGENTS}-population, workers 2"
-    found = {
-        f"chat-{rate}": _compact(report, f"rate {rate}, sessions 2000, {chat}")
-        for rate in ("1.7", "3.3", "4.2")
-    }
-    found["chat-hour"] = _compact(report, _SETTINGS["the hour as recorded"])
-    for population in (50, 100):
-        setting = f"begin_s 900, end_s 2700, population {population}, {agents}"
-        found[f"agents-{population}"] = _compact(report, setting)
+    found = {region: _compact(report, _SETTINGS[name]) for region, name in _ONE_BY_ONE.items()}
     found["waiting"] = _across(report, _WAITING)
     found["objectives"] = _across(report, _WITHIN)
     found["terms"] = _terms(report)
@@ -141,7 +142,9 @@ class _Report:
         for name, figures in self.columns(setting).items():
             pools = _POOLS.fullmatch(name)
             key = pools[1] if pools else name
-            if key not in best or float(figures[_SHARE]) > float(best[key][_SHARE]):
+            if key not in best or float(figures[_PERCENT_WITHIN]) > float(
+                best[key][_PERCENT_WITHIN]
+            ):
                 best[key] = figures | {"policy": name}
         return best
 
@@ -175,6 +178,7 @@ def _across(report: _Report, figure: str) -> str:
 
 
 def _terms(report: _Report) -> str:
+    """Return a row for each part of `ownerserve`, with the waiting without it."""
     by_setting = {name: report.policies(setting) for name, setting in _TERMS.items()}
     names = [name for name in next(iter(by_setting.values())) if "+without=" in name]
     rows = [
@@ -185,6 +189,7 @@ def _terms(report: _Report) -> str:
 
 
 def _capacity(report: _Report) -> str:
+    """Return a row for each way to keep state, with the sessions that a GPU serves."""
     sections = {
         model: report.columns(
             f"begin_s 900, end_s 1800, sharing 0.5, study agents-capacity-{name}, workers 2"

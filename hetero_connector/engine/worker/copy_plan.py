@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,6 @@ from hetero_connector.spec import Family, LayerSpec, StateType
 
 IndexArray = npt.NDArray[np.int64]
 _Tables = Mapping[tuple[StateType, int], Blocks]
-_NO_OFFSETS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +46,6 @@ class CopyPlanner:
         self._layout = layout
         self._rank = rank
         self._layers = layers
-        self._artifact = lru_cache(maxsize=4096)(self._compute_artifact)
 
     def plan_loads(self, loads: Iterable[Load]) -> list[Copies]:
         """Return every copy of some loads."""
@@ -116,12 +113,7 @@ class CopyPlanner:
     def _one(self, span: ArtifactSpan, index: int) -> _Artifacts:
         start = span.start + index * span.chunk_tokens
         end = min(start + span.chunk_tokens, span.end)
-        offsets = np.array([span.offsets[index]], np.int64)
-        return replace(self._artifact(span.state_type, start, end), offsets=offsets)
-
-    def _compute_artifact(self, state_type: StateType, start: int, end: int) -> _Artifacts:
-        """Return one artifact over these tokens, without its offset."""
-        all_segments = self._layout.segments(state_type, start, end)
+        all_segments = self._layout.segments(span.state_type, start, end)
         own = (x for x in all_segments if x.layer.layer in self._layers)
         segments = tuple(x for x in own if x.num_pages)
         known: dict[tuple[int, int, int, int], int] = {}
@@ -135,9 +127,10 @@ class CopyPlanner:
                 positions = segment.first_page + np.arange(segment.num_pages)[None, :]
                 pages.append(_Pages(layer, positions))
             pages_of.append(known[key])
-        is_prefix = state_type.family is Family.PREFIX
+        is_prefix = span.state_type.family is Family.PREFIX
         size: Hashable = end - start if is_prefix else tuple(x.num_pages for x in all_segments)
-        return _Artifacts((state_type, size), segments, tuple(pages_of), tuple(pages), _NO_OFFSETS)
+        offsets = np.array([span.offsets[index]], np.int64)
+        return _Artifacts((span.state_type, size), segments, tuple(pages_of), pages, offsets)
 
 
 @dataclass(frozen=True)
