@@ -4,7 +4,9 @@ Three, then four stock CPU servers with HeteroConnector share a cache, each with
 machine's CPU time (`benchmarks.cpu_shares`, so run it as root). Clients play agent sessions
 through `heterocache router`, the same sessions at the same times under each policy, by turns; all
 stored state is forgotten in between. Policies with pools get 2P1D, then 2P2D. Ratios are those of
-the mean task time over `ownerserve`'s, with 95 % intervals over sessions (`interval`).
+the mean task time over `ownerserve`'s, with 95 % intervals over sessions (`interval`). Sessions
+start at such a rate (`sessions_per_s`) that the servers are busy for about three quarters of their
+time on this machine; `--rate` gives another.
 
 `live_over_best`: `ownerserve`'s task time over the best policy's, the worse of both setups.
 `ownerserve` plays first and once more last. `last_over_first` is how far two runs of one policy are
@@ -69,6 +71,10 @@ _SLOW_MBIT = 100.0
 """The network where transfer loses: 12 MB/s, for state of 25 KB a token."""
 _OTHER_SEED = 1
 """For the sessions that warm the servers up, from which the simulator gets its costs."""
+_BUSY = 0.75
+"""Share of the servers' CPU time that sessions are to take: queues form, and they end."""
+_FIRST_RATE = 0.15
+"""Sessions per second of the first trial. Even a slow machine does not fall behind."""
 _DRAWS = 2_000
 _TRANSFERS = ("artifact_fetch", "state_migration", "remote_prefill")
 """The actions that read state from another worker."""
@@ -114,7 +120,9 @@ def main() -> None:
     parser.add_argument("--setups", nargs="+", default=list(SETUPS), choices=list(SETUPS))
     parser.add_argument("--sessions", type=Path, metavar="FILE", help="a recorded trace, scaled")
     parser.add_argument("--number", type=int, default=30, help="sessions of a run")
-    parser.add_argument("--rate", type=float, default=0.3, help="sessions started per second")
+    parser.add_argument(
+        "--rate", type=float, help="sessions started per second (default: as the machine is fast)"
+    )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument(
         "--shared-cores",
@@ -135,12 +143,11 @@ def main() -> None:
     begin = machine_line()
     texts, figures, details = [], dict[str, Any](), dict[str, Any]()
     for setup in (SETUPS[name] for name in given.setups):
-        trace = sessions_of(given, 0)
-        found = compare(given.model, setup, trace, given)
+        found = compare(given.model, setup, given)
         texts.append(f"{setup.name} servers, {given.model}\n{found.text}")
         figures[setup.name], details[setup.name] = found.figures, found.details
     if not given.no_losing_case:
-        losing = losing_case(given)
+        losing = losing_case(given, min(x["sessions_per_s"] for x in figures.values()))
         texts.append(losing.text)
         figures |= losing.figures
         details["losing"] = losing.details
@@ -169,14 +176,14 @@ class Found(NamedTuple):
     details: dict[str, Any]
 
 
-def sessions_of(given: argparse.Namespace, seed: int) -> Trace:
+def sessions_of(given: argparse.Namespace, rate: float, seed: int) -> Trace:
     """Return the sessions to play: recorded ones, or else synthetic ones."""
     if given.sessions is None:
-        return drawn(AGENTS, given.number, given.rate, seed)
+        return drawn(AGENTS, given.number, rate, seed)
     return scaled(
         open_trace(given.sessions),
         sessions=given.number,
-        rate=given.rate,
+        rate=rate,
         block_tokens=CHUNK,
         factor=24.0,
         think_factor=10.0,
@@ -219,8 +226,14 @@ def limits_of(model: str) -> EngineLimits:
     )
 
 
-def compare(model: str, setup: Setup, trace: Trace, given: argparse.Namespace) -> Found:
-    """Play the trace under all policies, and in the simulator under `ownerserve`."""
+def fitting_rate(tried: Run, cores: float) -> float:
+    """Return the sessions per second that take `_BUSY` of so many cores, as a trial tells."""
+    session_s = tried.busy * cores * tried.played.span_s / len(tried.played.task_s)
+    return round(_BUSY * cores / session_s, 3)
+
+
+def compare(model: str, setup: Setup, given: argparse.Namespace) -> Found:
+    """Play sessions under all policies, and in the simulator under `ownerserve`."""
     count = len(setup.pools)
     policies = (*EVERYWHERE, *POOLS)
     with (
@@ -228,8 +241,10 @@ def compare(model: str, setup: Setup, trace: Trace, given: argparse.Namespace) -
         fleet_of(model, setup, folder, given) as fleet,
     ):
         machine = Machine.of(fleet.servers[0], limits_of(model))
-        other = sessions_of(given, _OTHER_SEED)
-        run(fleet, OWN, setup, other, folder, _OTHER_SEED)
+        other = sessions_of(given, given.rate or _FIRST_RATE, _OTHER_SEED)
+        tried = run(fleet, OWN, setup, other, folder, _OTHER_SEED)
+        rate = given.rate or fitting_rate(tried, fleet.cores)
+        trace, other = (sessions_of(given, rate, seed) for seed in (0, _OTHER_SEED))
         warm = run(fleet, OWN, setup, other, folder, _OTHER_SEED)
         costs = fleet.costs(count)
         runs: dict[str, list[Run]] = {policy: [] for policy in policies}
@@ -250,7 +265,7 @@ def compare(model: str, setup: Setup, trace: Trace, given: argparse.Namespace) -
         )
         for own in runs[OWN]
     ]
-    figures = headline(runs)
+    figures = {"sessions_per_s": rate, **headline(runs)}
     figures["twin"] = rounded({name: median(x[name] for x in alike) for name in alike[0]})
     figures["twin"]["decided_again"] = median(own.decided_again for own in runs[OWN])
     details: dict[str, Any] = {
@@ -299,10 +314,10 @@ def _busy_share(before: Any) -> float:
     return float(1.0 - idle / spent[: fields.index("steal") + 1].sum())
 
 
-def losing_case(given: argparse.Namespace) -> Found:
+def losing_case(given: argparse.Namespace, rate: float) -> Found:
     """Play the sessions on three servers with a network that is slower than computing."""
     setup = SETUPS["three"]
-    trace, other = sessions_of(given, 0), sessions_of(given, _OTHER_SEED)
+    trace, other = (sessions_of(given, rate, seed) for seed in (0, _OTHER_SEED))
     with (
         files(given.keep, "losing") as folder,
         slow_network(_SLOW_MBIT) as network,
@@ -410,6 +425,7 @@ def report(runs: Mapping[str, Sequence[Run]], figures: Mapping[str, Any]) -> str
     return "\n\n".join(
         [
             _table(runs),
+            f"sessions started per second: {figures['sessions_per_s']:.3f}",
             table(("task time over ownerserve's", "", "95 %"), ratios),
             f"ownerserve's last run over its first: {figures['last_over_first']:.3f}",
             table(("the same sessions simulated", ""), twin),

@@ -6,6 +6,8 @@ Goals <= 1 and <= 5. `placed_ms_*` are the same of a router that identifies the 
 directory and places by price among `router_sessions.WORKERS` workers.
 `streams_per_s_core`: streams of 16 events, 20 ms apart, 64 at a time, for each second of CPU that
 the router uses. Goal >= 500.
+`relay_ms_p50`, `relay_streams_per_s_core`: the same of a relay that only passes bytes on
+(`benchmarks.bare_relay`), which is what this machine allows.
 `decision_us_64`: microseconds to place a request among 64 workers, its view given. Goal <= 200.
 `cores_at_100_rps_100k`: cores of the router's processes at 100 requests a second of sessions with
 100,000 tokens, among 100 workers. Goal <= 4. A small machine has no room for that rate, so it is
@@ -32,6 +34,7 @@ import psutil
 import uvloop
 
 from benchmarks import router_sessions
+from benchmarks.bare_relay import running_relay
 from benchmarks.measure import machine_line, publish, rounded, table
 from benchmarks.page_viewer import viewer
 from benchmarks.router_decision import decision_us
@@ -139,20 +142,25 @@ async def growth(
 
 
 async def measure(urls: Sequence[str], requests: int, turns: int) -> dict[str, float]:
-    with running_router(workers=list(urls)) as (url, process):
+    with running_router(workers=list(urls)) as (url, process), running_relay(urls[0]) as relay:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             await wait_until_ready(session, url, len(urls))
-            await streams_per_core(session, url, process, 100)  # connections
-            added, rates = [], []
+            for front in ((url, process), relay):
+                await streams_per_core(session, *front, 100)  # connections
+            added, rates, relay_added, relay_rates = [], [], [], []
             for _ in range(turns):
                 added.append(await added_ms(session, urls[0], url, 500))
+                relay_added.append(await added_ms(session, urls[0], relay[0], 500))
                 rates.append(await streams_per_core(session, url, process, 600))
+                relay_rates.append(await streams_per_core(session, *relay, 600))
             ratios = await page_ratios(session, url, process, turns)
             ratio, rss = await growth(session, url, process, requests)
     return {
         "added_ms_p50": statistics.median(x for x, _ in added),
         "added_ms_p99": statistics.median(x for _, x in added),
+        "relay_ms_p50": statistics.median(x for x, _ in relay_added),
         "streams_per_s_core": statistics.median(rates),
+        "relay_streams_per_s_core": statistics.median(relay_rates),
         "page_ratio": statistics.median(ratios),
         "memory_growth": ratio,
         "memory_mib": rss / 2**20,

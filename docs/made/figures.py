@@ -201,9 +201,11 @@ FIGURES: Mapping[str, Mapping[str, Figure]] = {
             "Milliseconds that it adds to a request, median; stub workers, one process", "<= 1"
         ),
         "added_ms_p99": Figure("The same, 99th percentile", "<= 5"),
+        "relay_ms_p50": Figure("Milliseconds that a relay adds which only passes bytes on, median"),
         "streams_per_s_core": Figure(
             "Streams of 16 events for each second of the router's CPU", ">= 500"
         ),
+        "relay_streams_per_s_core": Figure("The same of that relay"),
         "memory_growth": Figure(
             "Resident memory after 100,000 requests over that after 10,000", "<= 1.05"
         ),

@@ -110,14 +110,14 @@ class WorkerSet:
 
     def usable(self, request: RouterRequest, tried: Container[object] = ()) -> list[Worker]:
         """Return the workers that could take the request now, or after others have ended."""
-        up = WorkerState.UP  # to look up a member takes as long as the rest
+        up, model = WorkerState.UP, request.model  # to look them up takes as long as the rest
         return [
             worker
             for worker in self._workers.values()
             if worker.state is up
             and not worker.address.is_draining
             and worker not in tried
-            and worker.has_model(request.model)
+            and (model is None or worker.has_model(model))
         ]
 
     def room(self, request: RouterRequest) -> int | None:
@@ -138,10 +138,13 @@ class WorkerSet:
 
         With room if there are such.
         """
-        usable = self.usable(request, tried)
+        usable, most = self.usable(request, tried), self._max_in_flight
+        ready = [x for x in usable if len(x.exchanges) < most and not x.breaker.is_open]
+        if len(ready) == len(usable):  # nearly always
+            return ready
         closed = [worker for worker in usable if not worker.breaker.is_open]
         if len(closed) < len(usable):
             for worker in usable:
                 if worker.breaker.is_open and worker.breaker.admit() == 0.0:
                     return [worker]
-        return [x for x in closed if len(x.exchanges) < self._max_in_flight] or closed
+        return ready or closed

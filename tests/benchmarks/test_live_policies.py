@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,16 @@ from aiohttp import web
 
 from benchmarks.live_client import Answered, Played, play
 from benchmarks.live_fleet import Gained
-from benchmarks.live_policies import AGENTS, CHUNK, OWN, Run, drawn, headline, interval
+from benchmarks.live_policies import (
+    AGENTS,
+    CHUNK,
+    OWN,
+    Run,
+    drawn,
+    fitting_rate,
+    headline,
+    interval,
+)
 from benchmarks.live_twin import Machine, Simulated, Where, compared
 from benchmarks.scaled_sessions import scaled
 from hetero_connector.planner.compute_model import ComputeCoefficients
@@ -188,3 +198,10 @@ def test_drawn_sessions_fit_the_engine() -> None:
     for session in drawn(AGENTS, 20, 1.0, 0):
         for each in session.requests:
             assert each.input_tokens + each.output_tokens < 4_096
+
+
+def test_the_rate_fits_the_machine() -> None:
+    tried = run_of(*[1.0] * 30)
+    tried = replace(tried, busy=0.5, played=replace(tried.played, span_s=200.0))
+    # A session takes 0.5 * 1.5 * 200 / 30 = 5 s of CPU time; 0.75 of 1.5 cores are to be used.
+    assert fitting_rate(tried, 1.5) == pytest.approx(0.225)
