@@ -12,6 +12,9 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.engine.groups import group_of
 
+_ON_ENGINE = ("tests/engine/", "tests/examples/")
+"""As in the Makefile: to collect all others takes half a minute in each process."""
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a wrong name is wrong at once, not after retries
 
 
@@ -51,6 +54,14 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a test on the real engine where `make test-engine` would not look for it."""
+    for item in items:
+        is_run = item.get_closest_marker("engine") and not item.get_closest_marker("slow")
+        if is_run and not item.nodeid.startswith(_ON_ENGINE):
+            raise pytest.UsageError(f"{item.nodeid}: it needs an engine, so it is in {_ON_ENGINE}")
 
 
 @pytest.fixture(scope="session", autouse=True)
