@@ -13,7 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.engine.groups import group_of
 
 _ON_ENGINE = ("tests/engine/", "tests/examples/")
-"""As in the Makefile: to collect all others takes half a minute in each process."""
+"""The folders that `make test-engine` collects: all take half a minute more in each process."""
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a wrong name is wrong at once, not after retries
 
