@@ -1,4 +1,4 @@
-"""A relay without a router's work: the least that Python takes to pass requests to one worker.
+"""A relay without a router's work, to tell a slow machine from a slow router.
 
 It is made of the same server and client as `heterocache router`, uvicorn and aiohttp. It knows one
 worker and nothing of requests, so what the router adds to it is the router's own.
@@ -27,6 +27,7 @@ class _Relay:
     def __init__(self, worker: str) -> None:
         self._worker = worker
         self._session: aiohttp.ClientSession | None = None
+        """None until the first request: it is made in the event loop."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._session is None:

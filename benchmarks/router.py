@@ -7,7 +7,7 @@ directory and places by price among `router_sessions.WORKERS` workers.
 `streams_per_s_core`: streams of 16 events, 20 ms apart, 64 at a time, for each second of CPU that
 the router uses. Goal >= 500.
 `relay_ms_p50`, `relay_streams_per_s_core`: the same of a relay that only passes bytes on
-(`benchmarks.bare_relay`), which is what this machine allows.
+(`benchmarks.bare_relay`): about what this machine allows.
 `decision_us_64`: microseconds to place a request among 64 workers, its view given. Goal <= 200.
 `cores_at_100_rps_100k`: cores of the router's processes at 100 requests a second of sessions with
 100,000 tokens, among 100 workers. Goal <= 4. A small machine has no room for that rate, so it is

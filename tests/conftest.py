@@ -12,8 +12,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.engine.groups import group_of
 
-_ON_ENGINE = ("tests/engine/", "tests/examples/")
-"""The folders that `make test-engine` collects: all take half a minute more in each process."""
+_ENGINE_FOLDERS = ("tests/engine/", "tests/examples/")
+"""The folders that `make test-engine` collects. All others take half a minute in each process."""
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a wrong name is wrong at once, not after retries
 
@@ -60,8 +60,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Refuse a test on the real engine where `make test-engine` would not look for it."""
     for item in items:
         is_run = item.get_closest_marker("engine") and not item.get_closest_marker("slow")
-        if is_run and not item.nodeid.startswith(_ON_ENGINE):
-            raise pytest.UsageError(f"{item.nodeid}: it needs an engine, so it is in {_ON_ENGINE}")
+        if is_run and not item.nodeid.startswith(_ENGINE_FOLDERS):
+            raise pytest.UsageError(
+                f"{item.nodeid}: it needs an engine, so it is in {_ENGINE_FOLDERS}"
+            )
 
 
 @pytest.fixture(scope="session", autouse=True)

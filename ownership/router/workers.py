@@ -110,14 +110,14 @@ class WorkerSet:
 
     def usable(self, request: RouterRequest, tried: Container[object] = ()) -> list[Worker]:
         """Return the workers that could take the request now, or after others have ended."""
-        up, model = WorkerState.UP, request.model  # to look them up takes as long as the rest
+        up = WorkerState.UP  # to look up a member takes as long as the rest
         return [
             worker
             for worker in self._workers.values()
             if worker.state is up
             and not worker.address.is_draining
             and worker not in tried
-            and (model is None or worker.has_model(model))
+            and worker.has_model(request.model)
         ]
 
     def room(self, request: RouterRequest) -> int | None:

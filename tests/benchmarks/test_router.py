@@ -2,9 +2,24 @@
 
 import asyncio
 
+import aiohttp
 import pytest
 
 from benchmarks import router_decision, router_sessions
+from benchmarks.bare_relay import running_relay
+from benchmarks.router import stream
+from benchmarks.stub_fleet import StubFleet
+
+
+def test_the_relay_passes_whole_streams_on() -> None:
+    async def streamed(url: str) -> None:
+        async with aiohttp.ClientSession() as session:
+            await stream(session, url, gap_s=0.0)  # it looks for the last event
+
+    with StubFleet(1) as fleet, running_relay(fleet.urls[0]) as (url, process):
+        asyncio.run(streamed(url))
+        assert process.is_running()
+    assert not process.is_running()
 
 
 def test_a_decision_takes_longer_among_more_workers() -> None:
