@@ -220,7 +220,7 @@ def test_a_length_fitted_to_free_memory_is_no_part_of_it(
     "change",
     [
         lambda patch: patch.setattr(machine, "processor_name", lambda: "AnotherCPU"),
-        lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2"),
+        lambda patch: patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX1024"),
         lambda patch: patch.setattr(
             torch.cpu, "get_capabilities", lambda: {"amx_tile": True, "num_sockets": 1}
         ),
