@@ -21,13 +21,10 @@ class CircuitBreaker:
         """`clock`: seconds."""
         self._clock = clock
         self._lock = threading.Lock()
+        self.is_open = False
+        """True if the last call failed. May be read by any thread."""
         self._pause_s = 0.0
         self._refuse_until_s = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        """True if the last call failed."""
-        return self._pause_s > 0.0
 
     @property
     def can_try(self) -> bool:
@@ -50,9 +47,10 @@ class CircuitBreaker:
 
     def on_success(self) -> None:
         with self._lock:
-            self._pause_s = 0.0
+            self.is_open, self._pause_s = False, 0.0
 
     def on_failure(self) -> None:
         with self._lock:
             self._pause_s = min(max(FIRST_PAUSE_S, 2 * self._pause_s), LONGEST_PAUSE_S)
             self._refuse_until_s = self._clock() + self._pause_s
+            self.is_open = True

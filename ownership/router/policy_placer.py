@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hetero_connector.containers import BoundedDict
-from hetero_connector.session_ids import session_of
+from hetero_connector.session_ids import SESSION_HEADERS, session_of
 from ownership.decisions.records import DecisionRecord
 from ownership.router.answer import answer_id
 from ownership.router.decision_log import DecisionLog
@@ -53,6 +53,7 @@ PLACED = frozenset({"chat", "completions", "responses", "messages"})
 """The doors whose requests have a prompt. Others go to the worker with the fewest requests."""
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """Fields that limit the tokens of an answer."""
+_SESSION_HEADERS = [(name, name.encode()) for name in SESSION_HEADERS]
 _BYTES_PER_TOKEN = 4
 """A guess, for a body whose tokens are not known."""
 
@@ -361,7 +362,8 @@ def _decoded(body: bytes) -> object:
 
 def _session_id(request: RouterRequest, body: object) -> str:
     """Return a digest of the session that the request names, apart from other clients' ones."""
-    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
+    values = dict(request.headers)
+    headers = {x: values[raw].decode("latin-1") for x, raw in _SESSION_HEADERS if raw in values}
     given = session_of(headers, body if isinstance(body, Mapping) else {})
     if not given:
         return ""

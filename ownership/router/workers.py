@@ -110,15 +110,15 @@ class WorkerSet:
 
     def usable(self, request: RouterRequest, tried: Container[object] = ()) -> list[Worker]:
         """Return the workers that could take the request now, or after others have ended."""
-        up = WorkerState.UP  # to look up a member takes as long as the rest
-        return [
+        up, model = WorkerState.UP, request.model  # to look up a member takes as long as the rest
+        found = [
             worker
             for worker in self._workers.values()
             if worker.state is up
             and not worker.address.is_draining
-            and worker not in tried
-            and worker.has_model(request.model)
+            and (model is None or not worker.models or model in worker.models)
         ]
+        return [worker for worker in found if worker not in tried] if tried else found
 
     def room(self, request: RouterRequest) -> int | None:
         """Return how many more requests like this the workers could take; None without any.

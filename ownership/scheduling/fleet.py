@@ -29,6 +29,16 @@ _ONE_STEP = 2.0**53
 """Tokens of a step if there is no limit."""
 
 
+def least(values: Floats) -> float:
+    """Return the least value. For a hundred of them `min` takes four times as long."""
+    return values.item(values.argmin())
+
+
+def most(values: Floats) -> float:
+    """Return the greatest value."""
+    return values.item(values.argmax())
+
+
 class Role(StrEnum):
     """The kind of work that policies with fixed roles send a worker. Any worker can do both."""
 
@@ -299,7 +309,7 @@ class FleetView:
     def set_load(self, name: str, load: WorkerLoad) -> None:
         """Set only the load, which changes all the time. Raises KeyError for an unknown worker."""
         terms = LoadTerms.of(load, self._machines[name], self.footprint.all_token_bytes)
-        self._loads[:, self.index[name]] = (*load, *terms)
+        self._loads[:, self.index[name]] = load + terms
 
     def hbm_bytes(self, name: str) -> int:
         """Return the size of a worker's KV pages. Raises KeyError for an unknown worker."""

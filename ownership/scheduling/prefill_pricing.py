@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ownership.scheduling.fleet import FleetView, Floats, WorkerTable
+from ownership.scheduling.fleet import FleetView, Floats, WorkerTable, least, most
 from ownership.scheduling.roles import Leaning
 from ownership.scheduling.step import Step
 from ownership.scheduling.weights import PlacementWeights
@@ -198,7 +198,7 @@ class PrefillPricing:
         loaded = resume - self._held[0]
         dram_s = loaded * machine.dram_token_s
         dram_s += fixed.dram_start_s
-        dram_s *= loaded > 0.0
+        dram_s *= np.sign(loaded)  # nothing is loaded in no time; it is never below 0
         hidden_s = resume * fixed.context_step_s
         hidden_s += fixed.full_step_s
         np.minimum(hidden_s, compute_s, out=hidden_s)
@@ -263,7 +263,7 @@ class PrefillPricing:
         """Return `copy_s`: the price of computing it, times kappa. What is handed off never costs
         less than `weights.copy`."""
         own = self._held[2]
-        end = np.array(((own.max(),), (self._tokens - 1.0,)))
+        end = np.array(((most(own),), (self._tokens - 1.0,)))
         token_s = end + own
         token_s *= self._table.machine_terms.half_attention_s[0]
         token_s += self._table.machine.token_s
@@ -288,7 +288,7 @@ class PrefillPricing:
         """
         table, hbm_bytes = self._table, self._table.machine.hbm_bytes
         queue_s, free = table.load_terms.queue_s, table.load_terms.free_bytes
-        if free.min() >= needed_bytes:
+        if least(free) >= needed_bytes:
             return queue_s
         released_s = table.residence_s / np.maximum(table.hbm_used, 1.0)
         wanted = np.minimum(needed_bytes, hbm_bytes)

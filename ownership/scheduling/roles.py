@@ -65,6 +65,6 @@ class Leaning:
         """On a decode: above 1 where prefills are to be."""
         self.decode[:whole] = largest[:whole]
         if part:
-            self.decode[whole] = largest[whole] ** part
+            self.decode[whole] = largest.item(whole) ** part
         self.delay: Floats = largest / self.decode
         """On the delay of decodes by a prefill: above 1 where they are to be undisturbed."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ownership.scheduling.fleet import FleetView, Floats
+from ownership.scheduling.fleet import FleetView, Floats, least
 from ownership.scheduling.prefill_pricing import PrefillPricing, PrefillTerms
 from ownership.scheduling.roles import Leaning
 from ownership.scheduling.step import Step
@@ -116,8 +116,9 @@ class StepPricing:
         prefills = self.prefills
         total_s = prefills.queue_s + prefills.copy_s[0]
         total_s += self._decoding.price_s
-        np.putmask(total_s, prefills.resident >= prefills.readable.take(self.sources).max(), np.inf)
-        return float(total_s.min())
+        longest = max(map(prefills.readable.item, self.sources))
+        np.putmask(total_s, prefills.resident >= longest, np.inf)
+        return least(total_s)
 
     @property
     def fetched_total_s(self) -> Floats:
@@ -133,7 +134,7 @@ class StepPricing:
         there_s = prefills.local_ready_s + prefills.local_price_s
         there_s += self.table.load_terms.closed_s
         here_s = prefills.copy_s[1] + self._decoding.price_s
-        return float(there_s.min() + here_s.min())
+        return least(there_s) + least(here_s)
 
     @property
     def remote_total_s(self) -> Floats:
