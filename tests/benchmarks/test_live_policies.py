@@ -16,13 +16,18 @@ from benchmarks.live_fleet import Gained
 from benchmarks.live_policies import (
     AGENTS,
     CHUNK,
+    EVERYWHERE,
     OWN,
+    POOLS,
+    SETUPS,
     Run,
     drawn,
     fitting_rate,
     headline,
     interval,
 )
+from benchmarks.live_redrawn import Times, simulated
+from benchmarks.live_redrawn import compared as redrawn
 from benchmarks.live_twin import Machine, Simulated, Where, compared
 from benchmarks.scaled_sessions import scaled
 from hetero_connector.planner.compute_model import ComputeCoefficients
@@ -142,13 +147,17 @@ def test_turns_are_compared_by_staying_and_moving() -> None:
     assert found["simulated_over_real_answers"] == pytest.approx(0.5)
 
 
-def test_a_fleet_that_follows_serves_where_the_other_one_did() -> None:
-    trace = drawn(AGENTS, 4, 50.0, 0)
+def machine_and_costs() -> tuple[Machine, CostProfile]:
     everything = StateShape.of(DENSE, CHUNK).request_bytes(400_000)
     machine = Machine(published("a"), TierBytes(everything, everything), EngineLimits(2048, 8))
-    names, roles = ["w0", "w1"], [Role.BOTH] * 2
     subject = ProfileSubject("A", "c", "float32", "", "auto", 1, "cpu")
-    profile = CostProfile("m", subject, ComputeCoefficients(0.005, 1e-4, 1e-9))
+    return machine, CostProfile("m", subject, ComputeCoefficients(0.005, 1e-4, 1e-9))
+
+
+def test_a_fleet_that_follows_serves_where_the_other_one_did() -> None:
+    trace = drawn(AGENTS, 4, 50.0, 0)
+    machine, profile = machine_and_costs()
+    names, roles = ["w0", "w1"], [Role.BOTH] * 2
     alone = machine.simulated(trace, OWN, names, roles, profile)
     there = {
         (session.id, request.input_tokens): Where("w1", "w1")
@@ -160,6 +169,29 @@ def test_a_fleet_that_follows_serves_where_the_other_one_did() -> None:
     assert set(followed.workers.values()) == {"w1"}
     assert followed.workers.keys() == alone.workers.keys()
     assert 0.0 < sum(followed.are_equal) < len(followed.are_equal)
+
+
+def test_draws_of_the_sessions_are_simulated_under_every_policy() -> None:
+    machine, profile = machine_and_costs()
+    times = simulated(machine, SETUPS["three"], profile, number=4, rate=50.0, seeds=[0, 7, 0])
+    assert times.keys() == {*EVERYWHERE, *POOLS}
+    for x in times.values():
+        assert x.task_s[0] == x.task_s[2] != x.task_s[1]
+        assert x.ttft_s[0] == x.ttft_s[2] != x.ttft_s[1]
+
+
+def test_the_played_draw_is_shown_apart() -> None:
+    own = Times(np.array([9.0, 1.0, 3.0]), np.array([1.0, 1.0, 1.0]))
+    other = Times(np.array([18.0, 1.0, 1.0]), np.array([1.0, 0.5, 1.0]))
+    figures = redrawn({OWN: own, "other": other}, {OWN: 1.0, "other": 1.9})
+    assert figures["simulated"]["other"] == 2.0
+    assert figures["real"]["other"] == 1.9
+    assert figures["task_over_ownerserve"]["other"] == 0.5
+    assert figures["ttft_over_ownerserve"]["other"] == 0.75
+    assert figures["redrawn_over_best"] == 2.0
+    low, high = figures["interval"]["other"]
+    assert low == pytest.approx(1 / 3, abs=1e-3)
+    assert high == 1.0
 
 
 def test_scaled_sessions_share_what_recorded_ones_shared() -> None:
