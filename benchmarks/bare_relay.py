@@ -8,7 +8,6 @@ worker and nothing of requests, so what the router adds to it is the router's ow
 from __future__ import annotations
 
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,8 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
+
+from benchmarks.child_processes import announced
 
 
 class _Relay:
@@ -42,17 +43,8 @@ class _Relay:
 @contextmanager
 def running_relay(worker: str) -> Iterator[tuple[str, psutil.Process]]:
     """Start a relay to a worker; yield its URL and its process."""
-    command = [sys.executable, "-m", "benchmarks.bare_relay", worker]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            raise RuntimeError("the relay did not start")
+    with announced(["-m", "benchmarks.bare_relay", worker]) as (line, process):
         yield line.strip(), psutil.Process(process.pid)
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def main() -> None:

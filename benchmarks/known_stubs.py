@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import uvloop
 
+from benchmarks.child_processes import announced
 from examples.stub_worker import StubServer
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
@@ -33,7 +32,6 @@ MODEL = "llama-3.1-8b"
 SERVED_AS = "m"
 CHUNK_TOKENS = 256
 NAMING = ChainNaming(ChainHasher(b"stub", CHUNK_TOKENS).root, CHUNK_TOKENS)
-_ROOT = Path(__file__).parents[1]
 _PAGES = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="60000"} 1.0\n'
 
 
@@ -87,17 +85,10 @@ class _KnownStub(StubServer):
 @contextmanager
 def known_stubs(model: Path, count: int) -> Iterator[list[StubAddress]]:
     """Run `count` workers with the tokenizer in a folder; yield their addresses."""
-    command = [sys.executable, "-m", "benchmarks.known_stubs", "--model", str(model)]
-    process = subprocess.Popen(
-        [*command, "--count", str(count)], cwd=_ROOT, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        ports = json.loads(process.stdout.readline())
+    command = ["-m", "benchmarks.known_stubs", "--model", str(model), "--count", str(count)]
+    with announced(command) as (line, _):
+        ports = json.loads(line)
         yield [StubAddress(_name(i), f"http://127.0.0.1:{x}") for i, x in enumerate(ports)]
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _name(number: int) -> str:

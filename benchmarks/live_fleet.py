@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +19,7 @@ import psutil
 from benchmarks.accounts import CACHED_TOKENS, Counters, scraped
 from benchmarks.cpu_shares import CpuShare
 from benchmarks.engine_process import CHECKPOINTS
+from benchmarks.router_process import router_at
 from benchmarks.slow_network import SlowNetwork
 from examples.checkpoints import write_checkpoint
 from examples.embedded_redis import EmbeddedRedis
@@ -207,8 +206,6 @@ class LiveFleet:
         ]
         keys: dict[str, Any] = {
             "workers": workers,
-            "host": "127.0.0.1",
-            "port": 0,
             "policy": policy,
             "directory": self._redis.url,
             "directory_s": 1.0,  # the machine is busy
@@ -216,28 +213,10 @@ class LiveFleet:
             "decisions": str(decisions),
             "probe_timeout_s": 60,
         }
-        path = decisions.with_suffix(".yaml")
-        path.write_text(json.dumps(keys))
-        command = [sys.executable, "-m", "hetero_connector.tools.cli", "router"]
-        with decisions.with_suffix(".log").open("wb") as log:
-            process = subprocess.Popen([*command, "--config", str(path)], stderr=log)
-        try:
-            url = self._url_of(process, decisions.with_suffix(".log"))
+        with router_at(decisions, **keys) as (url, process):
             is_ready = partial(_is_ready, url, self.model, decisions)
             self._wait("the router does not know all servers", is_ready)
-            yield url, psutil.Process(process.pid)
-        finally:
-            process.terminate()
-            process.wait()
-
-    def _url_of(self, process: subprocess.Popen[bytes], log: Path) -> str:
-        deadline = time.monotonic() + _WITHIN_S
-        while process.poll() is None and time.monotonic() < deadline:
-            for line in log.read_text().splitlines():
-                if "listening at" in line:
-                    return line.split()[5]
-            time.sleep(_POLL_S)
-        raise RuntimeError(f"the router did not start:\n{log.read_text()[-2000:]}")
+            yield url, process
 
     def _wait(self, what: str, is_done: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _WITHIN_S

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from benchmarks.child_processes import announced
 
 _VIEWER = """
 import sys, urllib.request
@@ -18,10 +18,5 @@ with urllib.request.urlopen(sys.argv[1]) as events:
 @contextmanager
 def viewer(url: str) -> Iterator[int]:
     """Watch the events in a process of its own; yield the bytes of the first."""
-    command = [sys.executable, "-c", _VIEWER, url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield int(process.stdout.readline())
-        finally:
-            process.kill()
+    with announced(["-c", _VIEWER, url]) as (line, _):
+        yield int(line)

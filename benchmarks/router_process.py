@@ -22,19 +22,27 @@ _START_S = 180.0
 @contextmanager
 def running_router(processes: int = 1, **keys: Any) -> Iterator[tuple[str, psutil.Process]]:
     """Start a router with these keys; yield its URL and its first process."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "fleet.yaml"
-        config.write_text(json.dumps({"host": "127.0.0.1", "port": 0} | keys))
-        command = [sys.executable, "-m", "hetero_connector.tools.cli", "router"]
-        command += ["--config", str(config), "--processes", str(processes)]
-        log = Path(folder) / "log"
-        with log.open("wb") as file:
-            process = subprocess.Popen(command, stderr=file)
-        try:
-            yield _url(process, log), psutil.Process(process.pid)
-        finally:
-            process.terminate()
-            process.wait()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        router_at(Path(folder) / "fleet", processes, **keys) as running,
+    ):
+        yield running
+
+
+@contextmanager
+def router_at(path: Path, processes: int = 1, **keys: Any) -> Iterator[tuple[str, psutil.Process]]:
+    """Do the same, with its configuration and its log at `path`, with suffixes of their own."""
+    config, log = path.with_suffix(".yaml"), path.with_suffix(".log")
+    config.write_text(json.dumps({"host": "127.0.0.1", "port": 0} | keys))
+    command = [sys.executable, "-m", "hetero_connector.tools.cli", "router"]
+    command += ["--config", str(config), "--processes", str(processes)]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stderr=file)
+    try:
+        yield _url(process, log), psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def _url(process: subprocess.Popen[bytes], log: Path) -> str:

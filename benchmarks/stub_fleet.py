@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 
-_ROOT = Path(__file__).parents[1]
+from benchmarks.child_processes import announced
 
 
 class StubFleet:
@@ -38,13 +36,8 @@ class StubFleet:
         self.processes[number], _ = self._launch([], self.ports[number])
 
     def _launch(self, arguments: Sequence[str], port: int) -> tuple[subprocess.Popen[str], int]:
-        command = [sys.executable, "-m", "examples.stub_worker", "--port", str(port), *arguments]
-        process = subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True)
-        self._stack.callback(_end, process)
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line.startswith("listening on port"):
-            raise RuntimeError("the stub worker did not start")
+        command = ["-m", "examples.stub_worker", "--port", str(port), *arguments]
+        line, process = self._stack.enter_context(announced(command))
         return process, int(line.split()[-1])
 
     def __enter__(self) -> StubFleet:
@@ -57,10 +50,3 @@ class StubFleet:
         trace: TracebackType | None,
     ) -> None:
         self._stack.close()
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
