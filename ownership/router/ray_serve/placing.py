@@ -116,10 +116,15 @@ class ReplicaPlacing:
         if held is not None:
             asyncio.get_running_loop().call_later(_UNSEEN_S, self.ended, name, held.worker.name)
 
-    async def opened(self) -> Placer:
-        """Return the placer, opened in the loop's first call: a tokenizer takes seconds."""
+    def begin(self) -> None:
+        """Begin to open the placer: a tokenizer takes seconds, and Ray's proxy waits for five."""
         if self._opening is None:
             self._opening = asyncio.get_running_loop().create_task(self._open())
+
+    async def opened(self) -> Placer:
+        """Return the placer, once it is open."""
+        self.begin()
+        assert self._opening is not None
         return await asyncio.shield(self._opening)
 
     async def close(self) -> None:

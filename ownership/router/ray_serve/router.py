@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -44,8 +45,13 @@ class OwnerRouter(RequestRouter):
         )
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Called by Ray when replicas come or go, or have told something else."""
+        """Called by Ray when replicas come or go, or have told something else.
+
+        It is called first when there is none yet, so the placer is open when requests come.
+        """
         super().update_replicas(replicas)
+        with suppress(RuntimeError):  # called outside a loop: the first request begins it
+            self._placing.begin()
         self._placing.replicas.update({x.replica_id.unique_id: x.routing_stats for x in replicas})
 
     async def choose_replicas(

@@ -77,6 +77,20 @@ async def served_by(placing: ReplicaPlacing, name: str, session: str = "") -> st
     return worker
 
 
+def test_the_placer_may_be_opened_before_there_is_a_replica() -> None:
+    """It is opened once, so no request waits for that any more."""
+
+    async def act(placing: ReplicaPlacing) -> None:
+        placing.begin()
+        first = await placing.opened()
+        placing.replicas.update(NOTHING)
+        placing.begin()
+        assert await placing.opened() is first
+        assert await served_by(placing, "a") in NOTHING
+
+    playing(act)
+
+
 def test_a_request_keeps_what_the_client_gave_and_the_headers_of_its_session() -> None:
     body = Request(messages=[{"role": "user", "content": "Hi"}], kv_transfer_params={"a": 1})
     request = request_of("chat", body, {"X-Session-Id": "s", "authorization": "k"}, "other")
