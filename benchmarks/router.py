@@ -12,6 +12,8 @@ the router uses. Goal >= 500.
 `cores_at_100_rps_100k`: cores of the router's processes at 100 requests a second of sessions with
 100,000 tokens, among 100 workers. Goal <= 4. A small machine has no room for that rate, so it is
 100 times the CPU time of a request at lower rates (`--rates`), and what an idle router takes.
+`tokenized_over_new`: tokens that all its processes make for each new token of a turn: what one has
+made the others know.
 `memory_growth`: resident memory after `--requests` requests over that after a tenth of them. A
 quarter of them are streams, and some clients leave. Goal <= 1.05.
 `page_ratio`: the same streams with a viewer of the fleet's page over those without, by turns; each

@@ -48,6 +48,7 @@ _CHARACTERS = 4.2
 _LEASE_S = 3_600.0
 _COPY = Copy(CHUNK_TOKENS * 131_072, bytes(16), 0)
 _WARM_AT_ONCE = 4
+_TOKENIZED = "heterocache_router_tokenized_total "
 
 
 @dataclass
@@ -204,6 +205,13 @@ async def _counted(
     block.redis_s += cpu_s(redis) - redis_before
 
 
+async def _tokenized(session: aiohttp.ClientSession, url: str) -> float:
+    """Return the tokens that all processes of the router have made until now."""
+    async with session.get(f"{url}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    return sum(float(x.split()[1]) for x in lines if x.startswith(_TOKENIZED))
+
+
 async def measure(
     rates: Sequence[float],
     *,
@@ -240,13 +248,16 @@ async def measure(
             client.certainties.clear()
             client.tokens.clear()
             client.new_tokens.clear()
+            before = await _tokenized(session, url)
             for _ in range(2):
                 for rate in rates:
                     made = client.next_turns(turns)
                     async with _counted(blocks[rate], router, redis):
                         await client.play(blocks[rate], made)
+            tokenized = await _tokenized(session, url) - before
     found = list(blocks.values())
-    return _figures(found, client), found
+    figures = _figures(found, client)
+    return figures | {"tokenized_over_new": tokenized / sum(client.new_tokens)}, found
 
 
 async def _warm(client: _Client) -> None:

@@ -231,6 +231,9 @@ FIGURES: Mapping[str, Mapping[str, Figure]] = {
         "prompt_tokens": Figure("Tokens of their prompts, mean"),
         "new_tokens": Figure("New tokens of a turn, mean"),
         "exact_share": Figure("Share of them that were placed `exact`"),
+        "tokenized_over_new": Figure(
+            "Tokens that its processes make, all together, for each new token"
+        ),
         "first_byte_ms_p50": Figure("Milliseconds to their first byte, median, at that rate"),
         "first_byte_ms_p99": Figure("The same, 99th percentile"),
     },

@@ -30,6 +30,7 @@ from ownership.router.questions import WorkerQuestions
 from ownership.router.requests import NO_KEY, has_key
 from ownership.router.reservations import Reservations
 from ownership.router.selection import SelectionDoors
+from ownership.router.siblings import Siblings
 from ownership.router.spans import RouterSpans
 from ownership.router.stored import StoredStates
 from ownership.router.workers import WorkerSet, WorkerState
@@ -40,11 +41,13 @@ _CONNECT_S = 5.0
 
 
 def make_app(
-    config: RouterConfig, placer: Placer | None = None, num_processes: int = 1
+    config: RouterConfig, placer: Placer | None = None, siblings: Siblings | None = None
 ) -> Starlette:
-    """Return the application, with its `state.metrics`. `placer`: None for that of the configured
-    policy."""
-    router = _Router(config, placer, num_processes)
+    """Return the application, with its `state.metrics`.
+
+    `placer`: None for that of the configured policy. `siblings`: None if there are none.
+    """
+    router = _Router(config, placer, siblings)
     routes = [
         Route("/health", router.health),
         Route("/ready", router.ready),
@@ -60,8 +63,10 @@ def make_app(
 class _Router:
     """The parts of one process."""
 
-    def __init__(self, config: RouterConfig, placer: Placer | None, num_processes: int) -> None:
-        self._config, self._placer, self._num_processes = config, placer, num_processes
+    def __init__(
+        self, config: RouterConfig, placer: Placer | None, siblings: Siblings | None
+    ) -> None:
+        self._config, self._placer, self._siblings = config, placer, siblings
         self._workers = WorkerSet(config.max_in_flight)
         self.metrics = RouterMetrics()
         self._proxy: Proxy | None = None
@@ -75,7 +80,7 @@ class _Router:
             questions = WorkerQuestions(self._config, self._workers, session)
             chosen = self._placer
             if chosen is None:
-                opening = open_placer(self._config, questions, self.metrics)
+                opening = open_placer(self._config, questions, self.metrics, self._siblings)
                 chosen = await stack.enter_async_context(opening)
             placer = History(chosen)
             spans = RouterSpans(self._config.otlp_traces_endpoint)
@@ -138,7 +143,7 @@ class _Router:
     def _fleet(self, proxy: Proxy, history: History) -> FleetState:
         return FleetState(
             self._config,
-            self._num_processes,
+            1 if self._siblings is None else self._siblings.num_processes,
             time.time(),
             self._workers,
             proxy,

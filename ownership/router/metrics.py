@@ -45,6 +45,12 @@ class RouterMetrics:
         self.doubts = counter(
             "doubts", "Requests placed without being certain, by each reason", ["reason"]
         )
+        self.prompt_tokens = counter(
+            "prompt_tokens", "Tokens of the prompts that a policy has placed, where they are known"
+        )
+        self.tokenized = counter(
+            "tokenized", "Those that were made for it: the texts before them were new, or forgotten"
+        )
         self.prefills = counter(
             "prefills",
             "Prompts computed for another worker, by worker and result (done, failed)",

@@ -24,6 +24,7 @@ from ownership.router.placer import LeastLoaded, Placer
 from ownership.router.policy_placer import PolicyPlacer
 from ownership.router.questions import Questions
 from ownership.router.reports import LoadReports
+from ownership.router.siblings import Siblings
 from ownership.router.view import (
     EventReader,
     FleetChains,
@@ -42,14 +43,24 @@ _log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def open_placer(
-    config: RouterConfig, questions: Questions, metrics: RouterMetrics
+    config: RouterConfig,
+    questions: Questions,
+    metrics: RouterMetrics,
+    siblings: Siblings | None = None,
 ) -> AsyncIterator[Placer]:
-    """Yield the placer of the configured policy. Raises RouterConfigError."""
+    """Yield the placer of the configured policy. Raises RouterConfigError.
+
+    `siblings`: None if this router has one process.
+    """
     if config.policy_name == LEAST_LOADED:
         yield LeastLoaded()
         return
     async with AsyncExitStack() as stack:
-        identity = await asyncio.to_thread(open_identity, config)
+        chains = ChainCache()
+        if siblings is not None:
+            chains = ChainCache(seed=siblings.seed, on_named=siblings.tell)
+            stack.enter_context(siblings.listening(chains.take_in))
+        identity = await asyncio.to_thread(open_identity, config, chains)
         directory = None
         if config.directory:
             directory = _checked("directory", partial(open_directory, config.directory))
@@ -92,12 +103,12 @@ async def _open_peers(url: str, metrics: RouterMetrics) -> AsyncIterator[Peers]:
         await peers.close()
 
 
-def open_identity(config: RouterConfig) -> PromptIdentity:
+def open_identity(config: RouterConfig, chains: ChainCache | None = None) -> PromptIdentity:
     """Open the tokenizer of `model_path`, if there is one. Slow. Raises RouterConfigError."""
     tokenizer = None
     if config.model_path:
         tokenizer = _checked("model_path", partial(open_tokenizer, config.model_path))
-    return PromptIdentity(tokenizer, ChainCache())
+    return PromptIdentity(tokenizer, chains or ChainCache())
 
 
 def _checked(key: str, opening: Any) -> Any:

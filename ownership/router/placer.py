@@ -57,6 +57,10 @@ class Placed:
     """The work that the placement causes: a `PlacementAction`."""
     predicted_ttft_s: float | None = None
     """Seconds from the sending to the first token; None if nothing was predicted."""
+    prompt_tokens: int = 0
+    """Tokens of the prompt, by each naming of the fleet; 0 if they are not known."""
+    tokenized: int = 0
+    """Those that were made for this request; the others were known."""
     session_id: str = ""
     """A digest of the session that the request names; "" if it names none, or none is asked for."""
 

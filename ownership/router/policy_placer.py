@@ -275,6 +275,8 @@ class PolicyPlacer:
             reasons=view.reasons,
             action=placement.action,
             predicted_ttft_s=decision.predicted.ttft_s,
+            prompt_tokens=sum(chain.num_tokens for chain in view.chains.values()),
+            tokenized=sum(chain.tokenized for chain in view.chains.values()),
             session_id=session_id,
             step=step,
             placement=placement,

@@ -194,6 +194,8 @@ class Proxy:
             raise RefusedError(placed)
         if placed.certainty:
             self._metrics.placements.labels(placed.certainty, placed.action).inc()
+            self._metrics.prompt_tokens.inc(placed.prompt_tokens)
+            self._metrics.tokenized.inc(placed.tokenized)
             for reason in placed.reasons:
                 self._metrics.doubts.labels(reason).inc()
         return placed

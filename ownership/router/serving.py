@@ -31,6 +31,7 @@ from ownership.router.config import RouterConfig, read_config
 from ownership.router.http_protocol import BoundedHttpProtocol
 from ownership.router.opening import open_identity
 from ownership.router.placer import Placer
+from ownership.router.siblings import Siblings, make_siblings
 
 _RESTART_S = 1.0
 """A process that has ended is started again after so long."""
@@ -82,13 +83,13 @@ def open_listener(config: RouterConfig, port: int | None = None) -> socket.socke
 
 
 def make_server(
-    config: RouterConfig, placer: Placer | None = None, num_processes: int = 1
+    config: RouterConfig, placer: Placer | None = None, siblings: Siblings | None = None
 ) -> uvicorn.Server:
     """Return a server of the application, which knows it as `app.state.server`.
 
-    Workers' headers are passed on as they are. `num_processes`: of this router.
+    Workers' headers are passed on as they are. `siblings`: None if this router has one process.
     """
-    app = make_app(config, placer, num_processes)
+    app = make_app(config, placer, siblings)
     protocol = partial(
         BoundedHttpProtocol,
         config.client_s,
@@ -114,10 +115,10 @@ def make_server(
     return server
 
 
-def _run(config: RouterConfig, listener: socket.socket, num_processes: int = 1) -> None:
+def _run(config: RouterConfig, listener: socket.socket, siblings: Siblings | None = None) -> None:
     """Serve in this process."""
     disable_created_metrics()  # type: ignore[no-untyped-call]
-    make_server(config, num_processes=num_processes).run(sockets=[listener])
+    make_server(config, siblings=siblings).run(sockets=[listener])
 
 
 class _Processes:
@@ -129,8 +130,9 @@ class _Processes:
         """`listener`: keeps the port; it never listens."""
         self._config, self._port, self._listener = config, port, listener
         self._context = multiprocessing.get_context("spawn")
-        self._children: list[BaseProcess] = []
-        self._count = count
+        self._siblings = make_siblings(count)
+        self._children: dict[int, BaseProcess] = {}
+        """By their place in `_siblings`."""
         self._is_ending = False
 
     def run(self) -> None:
@@ -140,23 +142,27 @@ class _Processes:
             signal.signal(number, self._end)
         try:
             while not self._is_ending:
-                while len(self._children) < self._count:
-                    self._start()
+                for place in range(len(self._siblings)):
+                    if place not in self._children:
+                        self._start(place)
                 self._reap(_RESTART_S)
             self._end_children()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _start(self) -> None:
-        given = self._config, self._port, self._count  # the file may have been changed since
+    def _start(self, place: int) -> None:
+        # The configuration, not its file, which may have been changed since.
+        given = self._config, self._port, self._siblings[place]
         child = self._context.Process(target=_run_child, args=given)
         child.start()
-        self._children.append(child)
+        self._children[place] = child
 
     def _reap(self, timeout_s: float) -> None:
-        wait([child.sentinel for child in self._children], timeout_s)
-        for child in [x for x in self._children if not x.is_alive()]:
-            self._children.remove(child)
+        wait([child.sentinel for child in self._children.values()], timeout_s)
+        for place, child in list(self._children.items()):
+            if child.is_alive():
+                continue
+            del self._children[place]
             mark_process_dead(child.pid)  # type: ignore[no-untyped-call]  # its gauges
             if not self._is_ending:
                 _log.error("process %s ended with status %s", child.pid, child.exitcode)
@@ -164,17 +170,17 @@ class _Processes:
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         self._is_ending = True
-        for child in self._children:
+        for child in self._children.values():
             child.terminate()
 
     def _end_children(self) -> None:
         deadline_s = time.monotonic() + self._config.drain_s + 5.0
-        for child in self._children:
+        for child in self._children.values():
             child.join(max(0.0, deadline_s - time.monotonic()))
             child.kill()
 
 
-def _run_child(config: RouterConfig, port: int, num_processes: int) -> None:
+def _run_child(config: RouterConfig, port: int, siblings: Siblings) -> None:
     """Serve in a child process, which ends when its parent has ended."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(message)s")
     parent = multiprocessing.parent_process()
@@ -185,4 +191,4 @@ def _run_child(config: RouterConfig, port: int, num_processes: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=follow, daemon=True, name="heterocache-router-parent").start()
-    _run(config, open_listener(config, port), num_processes)
+    _run(config, open_listener(config, port), siblings)

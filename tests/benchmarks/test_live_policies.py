@@ -25,6 +25,7 @@ from benchmarks.live_policies import (
     fitting_rate,
     headline,
     interval,
+    is_close,
 )
 from benchmarks.live_redrawn import Times, simulated
 from benchmarks.live_redrawn import compared as redrawn
@@ -121,6 +122,13 @@ def test_the_best_policy_is_what_ownerserve_is_compared_with() -> None:
     assert figures["task_over_ownerserve"] == {OWN: 1.0, "a": 0.75, "b": 2.0}
     assert figures["live_over_best"] == pytest.approx(1 / 0.75, abs=1e-3)
     assert figures["interval"]["b"] == [2.0, 2.0]
+
+
+def test_policies_far_behind_play_one_round() -> None:
+    own = run_of(2.0, 4.0)
+    assert is_close(run_of(1.0, 1.0), own)
+    assert is_close(run_of(2.5, 4.5), own)
+    assert not is_close(run_of(3.0, 4.5), own)
 
 
 def test_an_interval_is_over_sessions() -> None:

@@ -31,14 +31,15 @@ def test_a_decision_takes_longer_among_more_workers() -> None:
 
 @pytest.mark.long
 def test_sessions_grow_and_are_placed_exactly() -> None:
-    measured = router_sessions.measure(
-        [20.0, 40.0], tokens=5_000, workers=3, sessions=2, turns=2, new_tokens=500, idle_s=0.1
-    )
+    sizes = {"tokens": 12_000, "workers": 3, "sessions": 2, "turns": 2, "new_tokens": 500}
+    measured = router_sessions.measure([20.0, 40.0], **sizes, processes=2, idle_s=0.1)
     figures, blocks = asyncio.run(measured)
     assert [block.requests for block in blocks] == [0, 8, 8]
     assert figures["exact_share"] > 0.5
     # The system prompt, the first turn, and the mean of eight turns that grow by 500 tokens; text
     # has more or fewer characters for a token than 4.2.
-    expected = 8_000 / 4.2 + (5_000 - 4 * 500) + 4.5 * 500
+    expected = 8_000 / 4.2 + (12_000 - 4 * 500) + 4.5 * 500
     assert 0.75 * expected < figures["prompt_tokens"] < 1.25 * expected
     assert figures["cores_at_100_rps_100k"] > 0.0
+    # Those after the last cut are made again. One process that knew nothing would make 12,000.
+    assert figures["tokenized_over_new"] < 2.0

@@ -9,7 +9,7 @@ Imports `hetero_connector`'s values (`artifacts`); of transformers only when a t
 """
 
 from ownership.router.identity.bodies import Doubt, Prompt
-from ownership.router.identity.chains import ChainCache, ChainNaming, PromptChain
+from ownership.router.identity.chains import ChainCache, ChainNaming, NamedPart, PromptChain
 from ownership.router.identity.prompts import PromptIdentity
 from ownership.router.identity.tokenizer import ModelTokenizer, open_tokenizer
 
@@ -18,6 +18,7 @@ __all__ = [
     "ChainNaming",
     "Doubt",
     "ModelTokenizer",
+    "NamedPart",
     "Prompt",
     "PromptChain",
     "PromptIdentity",

@@ -7,6 +7,8 @@ except those of the chunk that is not full yet.
 
 The hash decides only which chain is looked up: two texts with one hash would cost time, no wrong
 answer. It is seeded at random, so that no client can make such texts.
+
+Caches of one seed can tell each other what they have named (`NamedPart`).
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ import secrets
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import msgspec
 import xxhash
 
 from hetero_connector.artifacts.canonical import encode
@@ -34,6 +37,8 @@ _STEP = 2_048
 millisecond."""
 _NEWEST = 8
 """Marks that are all kept at the end of a text; before them, one of so many."""
+_PART_MARKS = 8
+"""Marks of one `NamedPart`: their chunks' keys have some kilobytes."""
 _LINEAGE_BYTES = 400
 _MARK_BYTES = 300
 """Measured sizes of what is kept, without keys and tokens."""
@@ -108,6 +113,19 @@ class _Mark(NamedTuple):
     """The tokens after the last full chunk, uint32."""
 
 
+class NamedPart(msgspec.Struct):
+    """A part of a text that a cache has named, for other caches of the same seed."""
+
+    after: bytes
+    """The digest of the mark at which the part begins; empty at the beginning of the text."""
+    first_chunk: int
+    """The number of full chunks before the part."""
+    keys: bytes
+    """The keys of its full chunks."""
+    marks: list[_Mark]
+    chunk_tokens: int
+
+
 @dataclass(eq=False)
 class _Lineage:
     """The marks of one text, which grows. Its first ones may be another's."""
@@ -120,6 +138,15 @@ class _Lineage:
     def size_bytes(self) -> int:
         rests = sum(len(mark.rest) for mark in self.marks)
         return _LINEAGE_BYTES + len(self.keys) + _MARK_BYTES * len(self.marks) + rests
+
+
+class _Known(NamedTuple):
+    """A mark, and what is known there."""
+
+    lineage: _Lineage
+    mark: _Mark
+    keys: bytes
+    """The keys of the full chunks before it."""
 
 
 class _Chunks:
@@ -158,10 +185,19 @@ class _Chunks:
 class ChainCache:
     """Names prompts, with bounded memory. Thread-safe."""
 
-    def __init__(self, max_bytes: int = 256 << 20) -> None:
-        """`max_bytes`: memory for what is known. A session of 100,000 tokens takes about 25 KiB."""
+    def __init__(
+        self,
+        max_bytes: int = 256 << 20,
+        seed: int | None = None,
+        on_named: Callable[[NamedPart], None] | None = None,
+    ) -> None:
+        """`max_bytes`: memory for what is known. A session of 100,000 tokens takes about 25 KiB.
+        `seed`: that of the caches whose parts are taken in; None: a random one. `on_named`: called
+        on any thread with each part that this cache has named.
+        """
         self._max_bytes = max_bytes
-        self._seed = secrets.randbits(63)
+        self._seed = secrets.randbits(63) if seed is None else seed
+        self._on_named = on_named
         self._lock = threading.Lock()
         self._index: dict[bytes, tuple[_Lineage, int]] = {}
         """By a mark's digest: its text, and the number of full chunks before it."""
@@ -188,56 +224,71 @@ class ChainCache:
         `is_wrapped`: the tokenizer's special tokens stand around it. Raises ValueError for a text
         that is not Unicode.
         """
-        digest = xxhash.xxh3_128(encode([naming.identity, is_wrapped]), seed=self._seed)
+        digest = xxhash.xxh3_128(
+            encode([naming.identity, is_wrapped, tokenizer.digest]), seed=self._seed
+        )
         marks = list(_marks(tokenizer.cuts, text, digest))
-        at, lineage, mark, chunks = self._resume(marks, naming)
-        if mark is None and is_wrapped:
-            chunks.extend(tokenizer.before)
-        begin = 0 if mark is None else mark.cut
-        known = 0 if mark is None else mark.num_tokens
+        at, known = self._last_known([name for _, name in marks])
+        if known is None:
+            begin, num_known, chunks = 0, 0, _Chunks(naming, b"", 0, b"")
+            if is_wrapped:
+                chunks.extend(tokenizer.before)
+        else:
+            _, begin, num_known, rest = known.mark
+            chunks = _Chunks(naming, known.keys, num_known, rest)
         new = list[_Mark]()
         for cut, name in marks[at:]:
             chunks.extend(tokenizer.tokens(text[begin:cut]))
             new.append(_Mark(name, cut, chunks.num_tokens, chunks.rest.tobytes()))
             begin = cut
         if new:
-            self._record(lineage, mark, new, bytes(chunks.keys), naming.chunk_tokens)
+            keys = bytes(chunks.keys)
+            kept = self._record(known, new, keys, naming.chunk_tokens)
+            if self._on_named is not None:
+                for part in _parts(known, kept, keys, naming.chunk_tokens):
+                    self._on_named(part)
         if begin < len(text):
             chunks.extend(tokenizer.tokens(text[begin:]))
         if is_wrapped:
             chunks.extend(tokenizer.after)
-        return chunks.chain(chunks.num_tokens - known)
+        return chunks.chain(chunks.num_tokens - num_known)
 
-    def _resume(
-        self, marks: Sequence[tuple[int, bytes]], naming: ChainNaming
-    ) -> tuple[int, _Lineage | None, _Mark | None, _Chunks]:
-        """Return the number of marks up to the last known one, and what is known there."""
+    def take_in(self, part: NamedPart) -> None:
+        """Remember what another cache has named, unless what it goes on from is not known here."""
+        at, known = self._last_known([part.after, *(mark.digest for mark in part.marks)])
+        if known is None and part.after:
+            return
+        keys = b"" if known is None else known.keys
+        keys += part.keys[len(keys) - part.first_chunk * KEY_BYTES :]
+        new = part.marks[max(at - 1, 0) :]
+        if new:
+            self._record(known, new, keys, part.chunk_tokens)
+
+    def _last_known(self, digests: Sequence[bytes]) -> tuple[int, _Known | None]:
+        """Return the number of digests up to the last one of a known mark, and that mark."""
         with self._lock:
-            for at in range(len(marks), 0, -1):
-                found = self._index.get(marks[at - 1][1])
+            for at in range(len(digests), 0, -1):
+                digest = digests[at - 1]
+                found = self._index.get(digest)
                 if found is None:
                     continue
                 lineage, num_chunks = found
                 self._lineages.move_to_end(id(lineage))
-                mark = next(x for x in reversed(lineage.marks) if x.digest == marks[at - 1][1])
-                keys = bytes(lineage.keys[: num_chunks * KEY_BYTES])
-                return at, lineage, mark, _Chunks(naming, keys, mark.num_tokens, mark.rest)
-        return 0, None, None, _Chunks(naming, b"", 0, b"")
+                mark = next(x for x in reversed(lineage.marks) if x.digest == digest)
+                return at, _Known(lineage, mark, bytes(lineage.keys[: num_chunks * KEY_BYTES]))
+        return 0, None
 
     def _record(
-        self,
-        lineage: _Lineage | None,
-        last: _Mark | None,
-        new: Sequence[_Mark],
-        keys: bytes,
-        chunk_tokens: int,
-    ) -> None:
+        self, last: _Known | None, new: Sequence[_Mark], keys: bytes, chunk_tokens: int
+    ) -> list[_Mark]:
         """Add marks after `last`: to its text if that has not gone on otherwise, else to a new one.
+        Return those that are kept.
 
         `keys`: those of all full chunks before the last new mark.
         """
         with self._lock:
-            is_at_end = lineage is not None and bool(lineage.marks) and lineage.marks[-1] is last
+            lineage = None if last is None else last.lineage
+            is_at_end = last is not None and last.lineage.marks[-1:] == [last.mark]
             if lineage is None or not is_at_end or id(lineage) not in self._lineages:
                 lineage = _Lineage(bytearray())
                 self._lineages[id(lineage)] = lineage
@@ -248,11 +299,13 @@ class ChainCache:
             for mark in new:
                 self._index[mark.digest] = lineage, mark.num_tokens // chunk_tokens
             self._thin_out(lineage)
+            kept = [mark for mark in lineage.marks if mark.cut >= new[0].cut]
             self._size_bytes += lineage.size_bytes
             while self._size_bytes > self._max_bytes and self._lineages:
                 _, oldest = self._lineages.popitem(last=False)
                 self._size_bytes -= oldest.size_bytes
                 self._forget(oldest, oldest.marks)
+        return kept
 
     def _thin_out(self, lineage: _Lineage) -> None:
         old = lineage.marks[:-_NEWEST]
@@ -281,3 +334,15 @@ def _marks(cuts: Cuts, text: str, digest: xxhash.xxh3_128) -> Iterable[tuple[int
         digest.update(text[before:cut].encode("utf-8", "surrogatepass"))
         before = cut
         yield cut, digest.digest()
+
+
+def _parts(
+    known: _Known | None, marks: Sequence[_Mark], keys: bytes, chunk_tokens: int
+) -> Iterator[NamedPart]:
+    """Yield the parts of a text up to these marks, which come after a known one."""
+    after, begin = (b"", 0) if known is None else (known.mark.digest, len(known.keys))
+    for at in range(0, len(marks), _PART_MARKS):
+        some = list(marks[at : at + _PART_MARKS])
+        end = some[-1].num_tokens // chunk_tokens * KEY_BYTES
+        yield NamedPart(after, begin // KEY_BYTES, keys[begin:end], some, chunk_tokens)
+        after, begin = some[-1].digest, end

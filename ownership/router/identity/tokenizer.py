@@ -20,8 +20,8 @@ _PROBE = "Cut the text, then 12 tokens\n\nmerge: naïve 文本 <x>"
 class Encoder(Protocol):
     """A `tokenizers.Tokenizer`."""
 
-    def encode(self, sequence: str, *, add_special_tokens: bool) -> Any:
-        """Return an encoding with `ids`."""
+    def encode_batch_fast(self, input: list[str], *, add_special_tokens: bool) -> list[Any]:
+        """Return encodings with `ids`. Without the offsets of `encode` it takes a fifth less."""
         ...
 
 
@@ -55,10 +55,9 @@ class ModelTokenizer:
         Raises ValueError for a text that is not Unicode, such as half of a surrogate pair.
         """
         try:
-            ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+            return self._encoded(text, add_special_tokens=False)
         except TypeError as error:  # how tokenizers says that it is not UTF-8
             raise ValueError(f"the text is not valid Unicode: {error}") from error
-        return ids
 
     def template(self, has_tools: bool) -> str | None:
         """Return the chat template for a conversation with or without tools."""
@@ -67,12 +66,16 @@ class ModelTokenizer:
         return self.templates.get("default")
 
     def _wrapping(self) -> tuple[list[int], list[int]]:
-        plain = self.tokens(_PROBE)
-        whole: list[int] = self._encoder.encode(_PROBE, add_special_tokens=True).ids
+        plain, whole = self.tokens(_PROBE), self._encoded(_PROBE, add_special_tokens=True)
         for start in range(len(whole) - len(plain) + 1):
             if whole[start : start + len(plain)] == plain:
                 return whole[:start], whole[start + len(plain) :]
         raise IdentityError("this tokenizer changes a text's tokens when it adds special ones")
+
+    def _encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        [encoding] = self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
 
 
 def open_tokenizer(model: str, revision: str | None = None) -> ModelTokenizer:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import random
 import string
+from collections.abc import Sequence
+from copy import copy
+from functools import partial
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +16,7 @@ from hypothesis import strategies as st
 from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.extra_keys import text_keys
-from ownership.router.identity import ChainCache, ChainNaming, ModelTokenizer
+from ownership.router.identity import ChainCache, ChainNaming, ModelTokenizer, NamedPart
 from tests.ownership.router.identity.tokenizers_of_kinds import model_tokenizer, trained
 
 ROOT = ChainHasher(b"model", 16).root
@@ -77,6 +81,86 @@ def test_a_turn_costs_its_own_tokens(kind: str) -> None:
         chain = cache.of_text(tokenizer, text, PLAIN, is_wrapped=False)
         new = len(tokenizer.tokens(text[-1_000:]))
         assert chain.tokenized < 5 * new < chain.num_tokens / 5
+
+
+class Told:
+    """Caches of one seed that tell each other what they name, over a wire that loses parts."""
+
+    def __init__(self, rng: random.Random, count: int, lost: float, sizes: Sequence[int]) -> None:
+        self._rng, self._lost = rng, lost
+        self.caches = [
+            ChainCache(rng.choice(sizes), seed=7, on_named=partial(self._tell, own))
+            for own in range(count)
+        ]
+
+    def _tell(self, own: int, part: NamedPart) -> None:
+        message = msgspec.msgpack.encode(part)
+        for at, cache in enumerate(self.caches):
+            if at != own and self._rng.random() >= self._lost:
+                cache.take_in(msgspec.msgpack.decode(message, type=NamedPart))
+
+
+@pytest.mark.parametrize("kind", ["llama3", "gemma"])
+@settings(max_examples=8)
+@given(seed=st.integers(0, 1 << 32), lost=st.sampled_from([0.0, 0.3]))
+def test_what_other_caches_have_named_is_right(kind: str, seed: int, lost: float) -> None:
+    rng = random.Random(seed)
+    told = Told(rng, 3, lost, [1 << 14, 1 << 16, 1 << 24])
+    texts = [turn(rng, 600)]
+    for _ in range(16):
+        text = rng.choice(texts[-3:])
+        if rng.random() < 0.2:
+            at = rng.randrange(len(text))
+            text = text[:at] + words(rng, 3) + text[at:]
+        text += turn(rng, rng.choice([20, 500, 3_000]))
+        texts.append(text)
+        naming = rng.choice([PLAIN, PLAIN, ChainNaming(ROOT, 16, "salt")])
+        cache = rng.choice(told.caches)
+        chain = cache.of_text(model_tokenizer(kind), text, naming, is_wrapped=False)
+        assert list(chain.keys) == engine_keys(kind, text, naming, is_wrapped=False)
+        assert cache.size_bytes <= 1 << 24
+
+
+@pytest.mark.parametrize("kind", ["llama3", "gemma"])
+def test_a_turn_costs_its_own_tokens_at_any_of_the_caches(kind: str) -> None:
+    rng, tokenizer = random.Random(4), model_tokenizer(kind)
+    told = Told(rng, 4, 0.0, [1 << 24])
+    text = "".join(turn(rng, 200) for _ in range(100))
+    told.caches[0].of_text(tokenizer, text, PLAIN, is_wrapped=False)
+    for number in range(12):
+        text += turn(rng, 100)
+        cache = told.caches[number % 4]
+        chain = cache.of_text(tokenizer, text, PLAIN, is_wrapped=False)
+        assert chain.tokenized < chain.num_tokens / 20
+    sizes = [cache.size_bytes for cache in told.caches]
+    assert max(sizes) < 1.1 * min(sizes)
+
+
+def test_a_part_after_a_lost_one_is_not_taken_in() -> None:
+    parts: list[NamedPart] = []
+    rng, tokenizer = random.Random(5), model_tokenizer("llama3")
+    one, other = ChainCache(seed=7, on_named=parts.append), ChainCache(seed=7)
+    text = turn(rng, 40_000)
+    named = one.of_text(tokenizer, text, PLAIN, is_wrapped=False)
+    first, second, *later = parts
+    assert later
+    other.take_in(second)
+    assert other.size_bytes == 0
+    for part in (first, first, second, *later):
+        other.take_in(part)
+    found = other.of_text(tokenizer, text, PLAIN, is_wrapped=False)
+    assert found.keys == named.keys
+    assert found.tokenized < named.tokenized / 20
+
+
+def test_caches_with_another_tokenizer_do_not_agree() -> None:
+    rng, ours = random.Random(6), model_tokenizer("llama3")
+    theirs = copy(ours)
+    theirs.digest = b"another"
+    text, one = turn(rng, 3_000), ChainCache(seed=7)
+    one.of_text(ours, text, PLAIN, is_wrapped=False)
+    found = one.of_text(theirs, text, PLAIN, is_wrapped=False)
+    assert found.tokenized == found.num_tokens
 
 
 def test_a_text_is_known_to_all_sessions_but_not_under_another_naming() -> None:
