@@ -3,7 +3,8 @@
 Sessions grow around `tokens` tokens: each turn sends the whole conversation, with about 2,000 new
 tokens, and reads an answer of 16 events. The worker that answered then claims the turn's chunks in
 the directory, as an engine does. Requests come at a fixed rate, in blocks of several rates by
-turns, so that it is seen if the router's CPU time grows in proportion to the rate.
+turns, so that it is seen if the router's CPU time grows in proportion to the rate. Each has a
+connection of its own, as many proxies do it, so any of the router's processes may get it.
 """
 
 from __future__ import annotations
@@ -233,7 +234,8 @@ async def measure(
         known_fleet(workers) as fleet,
         running_router(processes=processes, **fleet.keys) as (url, router),
     ):
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        connections = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connections) as session:
             await wait_until_ready(session, url, workers, processes)
             client = _Client(fleet, session, url, new_tokens)
             for seed in range(sessions):

@@ -38,6 +38,8 @@ class Figures(NamedTuple):
     """The figures that one worker has told."""
 
     profile: CostProfile | None = None
+    told: bytes = b""
+    """What it was read from, as JSON."""
     page_tokens: int = 0
     """Tokens of all its pages; 0 if unknown."""
     cache_bytes: int = 0
@@ -49,6 +51,8 @@ class WorkerFigures:
 
     def __init__(self) -> None:
         self._known: dict[str, Figures] = {}
+        self._priced: tuple[object, dict[str, CostModel]] = None, {}
+        """The costs of workers, and all that they were made of."""
 
     async def ask_all(self, servers: Mapping[str, Ask]) -> None:
         """Ask every worker once, and forget those that have left."""
@@ -72,18 +76,25 @@ class WorkerFigures:
             footprint = _footprint(model, published[0].chunk_tokens)
             types = tuple(model.state_types)
         told = {name: self._known.get(name, Figures()) for name in workers}
-        profiles = pooled({name: x.profile for name, x in told.items() if x.profile is not None})
+        known_costs = self._costs(told, types)
         views = []
         for name, role in workers.items():
-            if name in profiles:
-                costs = profiles[name].cost_model(types)
-            else:
-                costs = CostModel(ComputeRegression(), LoadModel(types))
+            costs = known_costs.get(name) or CostModel(ComputeRegression(), LoadModel(types))
             page_bytes = int(told[name].page_tokens * footprint.page_bytes_per_token)
             size_bytes = page_bytes or _UNKNOWN_BYTES
             cache_bytes = told[name].cache_bytes
             views.append(WorkerView(name, costs, size_bytes, role, cache_bytes=cache_bytes))
         return FleetView(footprint, views)
+
+    def _costs(
+        self, told: Mapping[str, Figures], types: Sequence[StateType]
+    ) -> Mapping[str, CostModel]:
+        """Return the costs of the workers that have told them."""
+        given = {name: x.profile for name, x in told.items() if x.profile is not None}
+        if self._priced[0] != (given, types):  # an idle fleet learns nothing
+            found = {name: x.cost_model(types) for name, x in pooled(given).items()}
+            self._priced = (given, types), found
+        return self._priced[1]
 
     async def _ask(self, name: str, ask: Ask) -> None:
         known = self._known.get(name, Figures())
@@ -93,13 +104,13 @@ class WorkerFigures:
                 known = known._replace(
                     page_tokens=page_tokens(metrics), cache_bytes=_cache_bytes(metrics)
                 )
-            profile = _profile(await ask("GET", "/v1/heterocache/costs", None))
+            costs = _told_costs(await ask("GET", "/v1/heterocache/costs", None))
+            if costs != known.told:
+                known = known._replace(profile=CostProfile.from_json(costs), told=costs)
         except (OSError, ValueError, TimeoutError) as error:
             if name not in self._known:
                 _log.info("worker %s has default costs: %s", name, error)
-            self._known[name] = known
-        else:
-            self._known[name] = known._replace(profile=profile)
+        self._known[name] = known
 
 
 @lru_cache(maxsize=8)
@@ -107,13 +118,13 @@ def _footprint(model: ModelSpec, chunk_tokens: int) -> StateFootprint:
     return StateFootprint.of(ArtifactLayout(model, chunk_tokens))
 
 
-def _profile(answer: object) -> CostProfile:
+def _told_costs(answer: object) -> bytes:
     """Return the costs of a worker's first engine. Raises ValueError if it has told none."""
     engines = answer.get("engines") if isinstance(answer, Mapping) else None
     told = [x["costs"] for x in engines or () if isinstance(x, Mapping) and "costs" in x]
     if not told:
         raise ValueError("no engine tells its costs")
-    return CostProfile.from_json(msgspec.json.encode(told[0]))
+    return msgspec.json.encode(told[0])
 
 
 def _cache_bytes(metrics: object) -> int:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
+
+import msgspec
 
 from hetero_connector.session_ids import model_digest, tenant_of
 from hetero_connector.spec.model_spec import ModelSpec
@@ -47,7 +50,7 @@ class PublishedChain:
                 bytes.fromhex(answer["root"]),
                 int(answer["chunk_tokens"]),
                 bool(answer["is_shared"]),
-                ModelSpec.from_plain(answer["model_spec"]),
+                _model(msgspec.json.encode(answer["model_spec"])),
                 bytes.fromhex(engine["tokenizer"]),
                 dict(answer["clearings"]),
                 {name: bytes.fromhex(digest) for name, digest in answer["adapters"].items()},
@@ -74,3 +77,9 @@ class PublishedChain:
             self.clearings.get(tenant_of(salt).hex(), 0) if salt else 0,
             self.clearings.get(model_digest(name).hex(), 0),
         )
+
+
+@lru_cache(maxsize=32)
+def _model(told: bytes) -> ModelSpec:
+    """Return the model. All its workers tell the same, again and again."""
+    return ModelSpec.from_plain(msgspec.json.decode(told))
