@@ -39,7 +39,7 @@ class Figures(NamedTuple):
 
     profile: CostProfile | None = None
     told: bytes = b""
-    """What it was read from, as JSON."""
+    """The JSON that the profile was read from."""
     page_tokens: int = 0
     """Tokens of all its pages; 0 if unknown."""
     cache_bytes: int = 0

@@ -60,7 +60,7 @@ class Placed:
     prompt_tokens: int = 0
     """Tokens of the prompt, by each naming of the fleet; 0 if they are not known."""
     tokenized: int = 0
-    """Those that were made for this request; the others were known."""
+    """The part of these tokens that was made for this request; the others were known."""
     session_id: str = ""
     """A digest of the session that the request names; "" if it names none, or none is asked for."""
 

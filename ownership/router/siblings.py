@@ -16,7 +16,7 @@ import msgspec
 from ownership.router.identity import NamedPart
 
 _MOST_BYTES = 128 << 10
-"""Of a message. Sockets take somewhat more, and a part of usual text has a tenth."""
+"""Bound of a message. Sockets take somewhat more, and a part of usual text has a tenth."""
 _DECODER = msgspec.msgpack.Decoder(NamedPart)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 
 from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.state_types import StateType
@@ -21,11 +22,15 @@ def worker_prefixes(
     """
     if len(ends) != len(view.chunks):
         raise ValueError(f"{len(view.chunks)} chunks need as many ends, got {len(ends)}")
-    live = {epoch for epoch in view.workers if view.status(epoch) is EpochStatus.LIVE}
+
+    @cache
+    def is_live(epoch: Epoch) -> bool:
+        return view.status(epoch) is EpochStatus.LIVE
+
     bits = {t: 1 << t.position for t in model.state_types}
     reaches: dict[Epoch, _Reach] = {}
     for index, end in enumerate(ends):
-        types = _stored_types(view.chunks[index], bits, live, view.now_s)
+        types = _stored_types(view.chunks[index], bits, is_live, view.now_s)
         at_boundary = _bits(model.boundary_types_at(end)) if model.boundary_types else 0
         if index == 0:
             reaches = {epoch: _Reach(_bits(model.prefix_types)) for epoch in types}
@@ -69,7 +74,10 @@ def _bits(types: Iterable[StateType]) -> int:
 
 
 def _stored_types(
-    records: ChunkRecords, bits: Mapping[StateType, int], live: Set[Epoch], now_s: float
+    records: ChunkRecords,
+    bits: Mapping[StateType, int],
+    is_live: Callable[[Epoch], bool],
+    now_s: float,
 ) -> dict[Epoch, tuple[int, int]]:
     """Return for each live worker the state types of a chunk that it has in DRAM, and in any tier.
 
@@ -82,7 +90,7 @@ def _stored_types(
         if record.replicas:
             copies += [(x.holder, x.copy) for x in record.replicas if x.expires_s > now_s]
         for holder, copy in copies:
-            if holder in live:
+            if is_live(holder):
                 in_dram, anywhere = found.get(holder, (0, 0))
                 in_dram |= bit if copy.dram_offset >= 0 else 0
                 found[holder] = in_dram, anywhere | in_dram | (bit if copy.on_ssd else 0)

@@ -1,18 +1,19 @@
-"""The records of a chain that was looked up, decoded when they are asked for.
+"""The records of a chain that was looked up, and its workers, decoded when they are asked for.
 
-A chain of a million tokens has thousands of records, and most callers need a few. A record that
-cannot be decoded counts as absent, and is reported.
+A chain of a million tokens has thousands of records, a fleet hundreds of workers, and most callers
+need a few. A record that cannot be decoded counts as absent, and is reported.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import overload
 
 from hetero_connector.errors import RecordError
-from ownership.directory.contract import ChunkRecords
-from ownership.directory.redis.encoding import chunk_records, run_entries
+from ownership.directory.contract import ChunkRecords, WorkerState
+from ownership.directory.identifiers import Epoch
+from ownership.directory.redis.encoding import chunk_records, run_entries, worker_state
 
 _NOTHING: ChunkRecords = {}
 
@@ -82,3 +83,30 @@ class ChainChunks(Sequence[ChunkRecords]):
             packed = self._fetched.get(first - position) if run < 0 else self._runs[run]
             entries = self._entries[span] = run_entries(packed or b"")
         return entries
+
+
+class WorkerStates(Mapping[Epoch, WorkerState]):
+    """The epochs of a fleet. One that cannot be decoded counts as ended. Not thread-safe."""
+
+    def __init__(self, fields: Sequence[bytes], now_s: float) -> None:
+        """`fields`: as `lookup.lua` returns them. `now_s`: directory time."""
+        self._packed = dict(zip(fields[::2], fields[1::2], strict=True))
+        self._now_s = now_s
+        self._decoded: dict[Epoch, WorkerState] = {}
+
+    def __getitem__(self, epoch: Epoch) -> WorkerState:
+        state = self._decoded.get(epoch)
+        if state is None:
+            try:
+                state = worker_state(self._packed[b"%d" % epoch], self._now_s)
+            except RecordError:
+                raise KeyError(epoch) from None
+            self._decoded[epoch] = state
+        return state
+
+    def __iter__(self) -> Iterator[Epoch]:
+        numbers = (Epoch(int(field)) for field in self._packed if field.isdigit())
+        return (epoch for epoch in numbers if epoch in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

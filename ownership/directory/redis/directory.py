@@ -26,7 +26,7 @@ from ownership.directory.generations import FleetGeneration
 from ownership.directory.identifiers import Epoch, Token
 from ownership.directory.redis import encoding
 from ownership.directory.redis.address import RedisAddress
-from ownership.directory.redis.chain_chunks import ChainChunks
+from ownership.directory.redis.chain_chunks import ChainChunks, WorkerStates
 from ownership.directory.redis.connection import Argument, RedisConnection, ScriptError
 from ownership.directory.redis.encoding import pack
 from ownership.directory.redis.scripts import SERVER_TIME, run_starts, script_named
@@ -127,7 +127,7 @@ class RedisDirectory:
             (now, epochs, spans, runs), fetched = reply, dict(zip(starts, values, strict=True))
         now_s = float(now)
         chunks = ChainChunks(len(chain), spans, runs, fetched, self._on_bad_record)
-        return ChainView(chunks, encoding.worker_states(epochs, now_s), now_s)
+        return ChainView(chunks, WorkerStates(epochs, now_s), now_s)
 
     def claim_owner(self, epoch: Epoch, claims: Sequence[Claim]) -> list[Grant]:
         """`lookup` finds claims that name their `parent` fastest."""

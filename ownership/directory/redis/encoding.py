@@ -85,20 +85,15 @@ def grants(reply: Sequence[int]) -> list[Grant]:
     ]
 
 
-def worker_states(fields: Sequence[bytes], now_s: float) -> dict[Epoch, WorkerState]:
-    """Decode the epochs of `lookup.lua`'s reply. One that cannot be decoded counts as ended."""
-    states = {}
-    for epoch, packed in zip(fields[::2], fields[1::2], strict=True):
-        try:
-            name, storage, _, deadline_s, retired = _array(packed, 5)
-            ended = deadline_s <= now_s
-            status = EpochStatus.RETIRED if retired else EpochStatus.LIVE
-            states[Epoch(int(epoch))] = WorkerState(
-                name.decode(), storage.decode(), EpochStatus.ENDED if ended else status
-            )
-        except (RecordError, AttributeError, TypeError, ValueError):
-            continue
-    return states
+def worker_state(packed: bytes, now_s: float) -> WorkerState:
+    """Decode an epoch of `lookup.lua`'s reply. Raises RecordError."""
+    try:
+        name, storage, _, deadline_s, retired = _array(packed, 5)
+        ended = deadline_s <= now_s
+        status = EpochStatus.RETIRED if retired else EpochStatus.LIVE
+        return WorkerState(name.decode(), storage.decode(), EpochStatus.ENDED if ended else status)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RecordError(f"not an epoch: {packed!r:.80}: {error}") from error
 
 
 def run_entries(run: bytes) -> list[bytes]:

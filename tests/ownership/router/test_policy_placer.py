@@ -175,6 +175,38 @@ def test_what_workers_tell_of_themselves_is_in_the_view() -> None:
     assert figures.costs_of("one") == "default"
 
 
+def test_costs_are_made_again_when_a_worker_has_learned_and_only_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    figures, made = WorkerFigures(), list[float]()
+    subject = ProfileSubject("A", "c", "bfloat16", "", "auto", 1, "")
+    make = CostProfile.cost_model
+
+    def counted(profile: CostProfile, *given: Any) -> CostModel:
+        made.append(profile.compute.step_s)
+        return make(profile, *given)
+
+    monkeypatch.setattr(CostProfile, "cost_model", counted)
+
+    def step_s(learned_s: float) -> float:
+        costs: CostModel = costs_of(DENSE, (learned_s, 0.25, 0.125))
+        told = {"engines": [{"costs": CostProfile.of(costs, "m", subject).as_json()}]}
+
+        async def ask(method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+            return "" if path == "/metrics" else told
+
+        asyncio.run(figures.ask_all({"one": ask}))
+        view = figures.fleet({"one": Role.BOTH}, [published("a")])
+        return float(view.table().machine.step_s.item())
+
+    assert [step_s(x) for x in (0.5, 0.5, 0.25, 0.25, 0.5)] == pytest.approx(
+        [0.5, 0.5, 0.25, 0.25, 0.5]
+    )
+    assert made == pytest.approx([0.5, 0.25, 0.5])
+    figures.fleet({"one": Role.BOTH}, [])
+    assert len(made) == 4  # another model's state types
+
+
 def test_the_policy_follows_from_what_is_configured(tmp_path: Path) -> None:
     workers = ["http://h:1"]
     assert config_of(tmp_path, workers=workers).policy_name == "least_loaded"
