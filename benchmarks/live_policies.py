@@ -8,8 +8,8 @@ the mean task time over `ownerserve`'s, with 95 % intervals over sessions (`inte
 start at such a rate (`sessions_per_s`) that the servers are busy for about three quarters of their
 time on this machine; `--rate` gives another.
 
-With `--rounds` every policy plays the first round, and those within `_CLOSE` of `ownerserve` the
-further ones.
+With `--rounds` every policy plays the first round, and those whose task time was at most `_CLOSE`
+times `ownerserve`'s the further ones.
 
 `live_over_best`: `ownerserve`'s task time over the best policy's, the worse of both setups.
 `ownerserve` plays first and once more last. `last_over_first` is how far two runs of one policy are
@@ -79,7 +79,7 @@ _BUSY = 0.75
 _FIRST_RATE = 0.15
 """Sessions per second of the first trial. Even a slow machine does not fall behind."""
 _CLOSE = 1.2
-"""Two runs of one policy differ by less than this."""
+"""Ratio of task times. Two runs of one policy are less far apart."""
 _DRAWS = 2_000
 _TRANSFERS = ("artifact_fetch", "state_migration", "remote_prefill")
 """The actions that read state from another worker."""
@@ -285,7 +285,7 @@ def compare(model: str, setup: Setup, given: argparse.Namespace) -> Found:
 
 
 def is_close(first: Run, own: Run) -> bool:
-    """True if a policy's first run says that more of them can change which is the best."""
+    """True if, by its first run, a policy may still turn out to be the best."""
     return mean(first.played.task_s) <= _CLOSE * mean(own.played.task_s)
 
 

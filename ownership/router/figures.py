@@ -52,7 +52,7 @@ class WorkerFigures:
     def __init__(self) -> None:
         self._known: dict[str, Figures] = {}
         self._priced: tuple[object, dict[str, CostModel]] = None, {}
-        """The costs of workers, and all that they were made of."""
+        """All that costs were made of last, and the costs of each worker."""
 
     async def ask_all(self, servers: Mapping[str, Ask]) -> None:
         """Ask every worker once, and forget those that have left."""

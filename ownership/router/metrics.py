@@ -49,7 +49,8 @@ class RouterMetrics:
             "prompt_tokens", "Tokens of the prompts that a policy has placed, where they are known"
         )
         self.tokenized = counter(
-            "tokenized", "Those that were made for it: the texts before them were new, or forgotten"
+            "tokenized",
+            "Tokens made for these prompts; the others were known from earlier requests",
         )
         self.prefills = counter(
             "prefills",

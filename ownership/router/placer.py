@@ -58,7 +58,7 @@ class Placed:
     predicted_ttft_s: float | None = None
     """Seconds from the sending to the first token; None if nothing was predicted."""
     prompt_tokens: int = 0
-    """Tokens of the prompt, by each naming of the fleet; 0 if they are not known."""
+    """Tokens of the prompt, for each naming of chunks in the fleet; 0 if they are not known."""
     tokenized: int = 0
     """The part of these tokens that was made for this request; the others were known."""
     session_id: str = ""

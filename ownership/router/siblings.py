@@ -16,7 +16,7 @@ import msgspec
 from ownership.router.identity import NamedPart
 
 _MOST_BYTES = 128 << 10
-"""Bound of a message. Sockets take somewhat more, and a part of usual text has a tenth."""
+"""Most bytes of a message, less than a socket takes. A part has some ten kilobytes."""
 _DECODER = msgspec.msgpack.Decoder(NamedPart)
 
 
@@ -24,7 +24,9 @@ class Siblings:
     """The other processes, as one of them knows them. A message that is lost costs only time."""
 
     def __init__(self, seed: int, inbox: socket.socket, others: Sequence[socket.socket]) -> None:
-        """`seed`: of the `ChainCache` of each. `others`: the ends that write to their inboxes."""
+        """`seed`: of the `ChainCache` of each. `inbox`: where the others write to. `others`: the
+        ends that write to their inboxes.
+        """
         self.seed = seed
         self._inbox, self._others = inbox, others
 

@@ -83,7 +83,7 @@ def test_a_turn_costs_its_own_tokens(kind: str) -> None:
         assert chain.tokenized < 5 * new < chain.num_tokens / 5
 
 
-class Told:
+class TellingCaches:
     """Caches of one seed that tell each other what they name, over a wire that loses parts."""
 
     def __init__(self, rng: random.Random, count: int, lost: float, sizes: Sequence[int]) -> None:
@@ -105,7 +105,7 @@ class Told:
 @given(seed=st.integers(0, 1 << 32), lost=st.sampled_from([0.0, 0.3]))
 def test_what_other_caches_have_named_is_right(kind: str, seed: int, lost: float) -> None:
     rng = random.Random(seed)
-    told = Told(rng, 3, lost, [1 << 14, 1 << 16, 1 << 24])
+    told = TellingCaches(rng, 3, lost, [1 << 14, 1 << 16, 1 << 24])
     texts = [turn(rng, 600)]
     for _ in range(16):
         text = rng.choice(texts[-3:])
@@ -124,7 +124,7 @@ def test_what_other_caches_have_named_is_right(kind: str, seed: int, lost: float
 @pytest.mark.parametrize("kind", ["llama3", "gemma"])
 def test_a_turn_costs_its_own_tokens_at_any_of_the_caches(kind: str) -> None:
     rng, tokenizer = random.Random(4), model_tokenizer(kind)
-    told = Told(rng, 4, 0.0, [1 << 24])
+    told = TellingCaches(rng, 4, 0.0, [1 << 24])
     text = "".join(turn(rng, 200) for _ in range(100))
     told.caches[0].of_text(tokenizer, text, PLAIN, is_wrapped=False)
     for number in range(12):
@@ -153,7 +153,7 @@ def test_a_part_after_a_lost_one_is_not_taken_in() -> None:
     assert found.tokenized < named.tokenized / 20
 
 
-def test_caches_with_another_tokenizer_do_not_agree() -> None:
+def test_a_text_is_not_known_under_another_tokenizer() -> None:
     rng, ours = random.Random(6), model_tokenizer("llama3")
     theirs = copy(ours)
     theirs.digest = b"another"
