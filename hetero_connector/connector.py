@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
+    from vllm.lora.request import LoRARequest
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -282,6 +283,11 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         """Store under another name from now on. `weight_updates` calls this, not vLLM."""
         if self._scheduler:
             self._scheduler.root.on_weights_changed(version)
+
+    def on_adapter_loaded(self, lora: LoRARequest, digest: bytes | None) -> None:
+        """Note what an adapter's id stands for. `weight_updates` calls this, not vLLM."""
+        if self._scheduler:
+            self._scheduler.identifier.on_adapter_loaded(lora, digest)
 
     def on_loop_started(self, loop: Loop) -> None:
         """Wake an idle engine when there is something to report. `idle_steps` calls this."""

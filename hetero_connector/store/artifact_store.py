@@ -432,8 +432,12 @@ class ArtifactStore:
         """Return what works. Any thread may ask."""
         return self.catalog.health()
 
+    def publish_health(self) -> None:
+        """Write what works into the recorder now. Any thread may ask."""
+        self.catalog.publish_health()
+
     def publish_gauges(self) -> None:
-        """Write occupancy into the recorder now."""
+        """Write occupancy and health into the recorder now."""
         self.catalog.publish_gauges()
 
     def check_integrity(self) -> None:

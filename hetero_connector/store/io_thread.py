@@ -133,12 +133,16 @@ class IoThread:
     def stop(self, deadline_s: float) -> bool:
         """Fail pending restores, wait for transfers, close the files; within about `deadline_s`.
 
-        False if a transfer or the thread would not end: the arena must then stay mapped.
+        False if a transfer or the thread would not end: the arena must then stay mapped. If True,
+        nothing that belongs to this thread keeps the arena mapped once the caller drops it.
         """
         self._stop_by_s = self._catalog.clock() + deadline_s
         self._catalog.begin_close()
         self._thread.join(deadline_s + _IDLE_S)
-        return not self._thread.is_alive() and self._is_clean
+        if self._thread.is_alive() or not self._is_clean:
+            return False
+        self.ssd = self.fleet = None  # they refer to this object: only a collection would end both
+        return True
 
     def step(self) -> bool:
         """Do one round without waiting; return whether anything changed.

@@ -66,6 +66,8 @@ class FakeBlockTables:
         """Number of a request's blocks in the prefix cache, by group."""
         self.prefixes: dict[bytes, int] = {}
         """The blocks in the prefix cache, by hash."""
+        self.usage = 0.0
+        """Share of the blocks that requests have; a test sets it."""
         self.resets = 0
 
     def reset_prefix_cache(self) -> bool:
@@ -90,7 +92,9 @@ class FakeBlockTables:
     @property
     def block_pool(self) -> SimpleNamespace:
         return SimpleNamespace(
-            evict_blocks=self.evicted.update, cached_block_hash_to_block=self.prefixes
+            evict_blocks=self.evicted.update,
+            cached_block_hash_to_block=self.prefixes,
+            get_usage=lambda: self.usage,
         )
 
     def get_blocks(self, request_id: str) -> SimpleNamespace:

@@ -125,6 +125,20 @@ def test_pages_that_a_request_from_before_fills_later_are_not_stored(
     assert run(engine) == 0
 
 
+def test_pages_that_an_uncached_request_from_before_fills_later_are_not_stored(
+    engine: Engine,
+) -> None:
+    """A streaming request, say: nothing is known of it but that it has pages."""
+    engine.tables.usage = 0.1
+    engine.side.reset()
+    engine.step()
+    engine.tables.prefixes = {b"the page it has filled": 1}
+    engine.tables.usage = 0.0
+    later = FakeRequest("later", tokens(PROMPT))
+    engine.admit(later, local=CHUNK)
+    assert engine.step(later=PROMPT - CHUNK).saves == []
+
+
 def test_a_fleets_reset_comes_between_steps_not_into_one(engine: Engine) -> None:
     """A restore that vLLM has admitted is loaded; nothing else from before is."""
     run(engine)

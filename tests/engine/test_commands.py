@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.scheduler import commands as module
@@ -28,7 +28,7 @@ from hetero_connector.errors import CommandError, StoreError
 from hetero_connector.session_ids import session_key
 from hetero_connector.spec import ModelSpec, StateType
 from tests.engine.fakes import HYBRID, FakeRequest
-from tests.engine.stepped import Engine, tokens
+from tests.engine.stepped import CHUNK, Engine, tokens
 from tests.interleaving import try_every_switch
 from tests.store.filling import until
 
@@ -174,12 +174,41 @@ def test_nothing_is_found_under_a_cleared_salt_and_other_salts_keep_theirs(
     assert "m" not in json.loads((tmp_path / "cleared.json").read_text()), "a digest names it"
 
 
-def adapter(folder: Path, name: str) -> SimpleNamespace:
+def test_pages_of_a_cleared_salt_are_not_stored_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While requests run vLLM keeps its pages, and new requests of the salt hit them."""
+    engine = start()
+
+    def saved_after_a_local_hit(name: str, **request: Any) -> int:
+        hit = turn(name, **request)
+        engine.admit(hit, local=CHUNK)
+        saves = engine.step(**{name: 200 - CHUNK}).saves
+        engine.finish(hit)
+        engine.step()
+        return len(saves)
+
+    engine.tables.prefixes = {b"a page": 1}
+    monkeypatch.setattr(engine.tables, "reset_prefix_cache", lambda: False)
+    assert saved_after_a_local_hit("before", cache_salt="m")
+    assert not do(engine, "clear", salt="m")["pages"]
+    assert not saved_after_a_local_hit("again", cache_salt="m")
+    assert saved_after_a_local_hit("other", cache_salt="o")
+    engine.run(turn("computed", seed=3, cache_salt="m"))
+    assert stored(engine, turn("computed", seed=3, cache_salt="m")), "no page of it is old"
+    engine.side.commands.model_names = frozenset({"base"})
+    assert not do(engine, "clear", model="base")["pages"]
+    assert not saved_after_a_local_hit("plain", seed=4)
+    engine.tables.prefixes = {}
+    assert saved_after_a_local_hit("later", cache_salt="m", seed=5)
+
+
+def adapter(folder: Path, name: str) -> LoRARequest:
     """Return an adapter whose file has its name as content."""
     path = folder / name
     path.mkdir()
     (path / "adapter_model.safetensors").write_text(name[:1])
-    return SimpleNamespace(lora_int_id=ord(name[-1]), lora_name=name, lora_path=str(path))
+    return LoRARequest(name, ord(name[-1]), str(path))
 
 
 def test_a_cleared_adapter_leaves_the_model_and_other_adapters_theirs(

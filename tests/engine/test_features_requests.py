@@ -189,6 +189,48 @@ def test_an_adapter_whose_files_change_is_not_cached_any_more(
     assert adapters.answer(lora).num_cached_tokens == 0
 
 
+def test_an_adapter_is_what_was_loaded_and_not_what_a_later_request_finds(
+    adapters: Adapters, tmp_path: Path
+) -> None:
+    """vLLM loads an adapter when it is told of it; its first request may come hours later."""
+    from vllm.lora.request import LoRARequest
+
+    path = write_adapter(tmp_path / "loaded", 3)
+    lora = LoRARequest("loaded", 10, str(path))
+    assert adapters.llm.llm_engine.add_lora(lora)
+    write_adapter(path, 4)
+    before = len(sealed(adapters.llm))
+    answer = adapters.answer(lora)
+    forget_local(adapters.llm)
+    assert adapters.answer(lora).num_cached_tokens == 0
+    assert len(sealed(adapters.llm)) == before
+    other = LoRARequest("other", 11, str(path))
+    changed = adapters.answer(other)
+    assert delta(answer, changed) > VISIBLE, "vLLM goes on computing with what it has loaded"
+    forget_local(adapters.llm)
+    restored = adapters.answer(other)
+    assert restored.num_cached_tokens == BOUNDARY
+    assert delta(restored, changed) <= EXACT
+
+
+def test_nothing_is_stored_under_an_adapter_that_was_replaced_in_place(
+    adapters: Adapters, tmp_path: Path
+) -> None:
+    from vllm.lora.request import LoRARequest
+
+    paths = [str(write_adapter(tmp_path / name, seed)) for name, seed in (("one", 5), ("two", 6))]
+    one = LoRARequest("x", 12, paths[0])
+    first = adapters.answer(one)
+    before = len(sealed(adapters.llm))
+    assert before > 0
+    assert adapters.llm.llm_engine.add_lora(LoRARequest("x", 12, paths[1], load_inplace=True))
+    forget_local(adapters.llm)
+    second = adapters.answer(one)  # a request that was sent before
+    assert second.num_cached_tokens == 0
+    assert delta(first, second) > VISIBLE, "vLLM computes it with the new weights"
+    assert len(sealed(adapters.llm)) == before
+
+
 def embeddings(seed: int = 0) -> torch.Tensor:
     rng = np.random.default_rng(seed)
     return torch.from_numpy(rng.standard_normal((700, _HIDDEN), dtype=np.float32))

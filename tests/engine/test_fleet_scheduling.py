@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from hetero_connector.engine.scheduler import peer_matcher, sessions
 from hetero_connector.engine.scheduler.handoff import handoff_answer, handoff_tokens
@@ -359,7 +359,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chunks_without_space_at_the_prefiller_are_not_waited_for(fleet: Fleet, kept: int) -> None:
     ann = fleet.join("ann", dram_bytes=max(1, kept) * chunk_bytes(fleet))
     bob = fleet.join("bob")
-    unknown = SimpleNamespace(lora_int_id=1, lora_name="gone", lora_path="/nowhere/adapter")
+    unknown = LoRARequest("gone", 1, "/nowhere/adapter")
     answer = prefill(ann, "a", PROMPT, lora_request=None if kept else unknown)
     fleet.settle(ann)
     request = FakeRequest("b", PROMPT, kv_transfer_params=answer)

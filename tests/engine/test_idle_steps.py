@@ -58,6 +58,15 @@ def test_an_engine_that_steps_is_not_woken() -> None:
     assert engine.look(after_s=1.0) == 1
 
 
+def test_a_busy_engine_is_asked_for_its_news_too() -> None:
+    """What `has_news` publishes leaves at the step's end."""
+    asked: list[bool] = []
+    idle = IdleSteps(lambda: bool(asked.append(True)), 1.0, lambda: 0.5)
+    idle.on_step()
+    idle.look(Loop(lambda: pytest.fail("it was woken"), lambda: False))
+    assert asked == [True]
+
+
 def test_a_sleeping_engine_is_not_woken() -> None:
     engine = Engine()
     engine.is_asleep = True

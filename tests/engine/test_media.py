@@ -112,6 +112,18 @@ def test_a_name_is_trusted_while_it_stands_for_one_content() -> None:
     assert len(names._contents) == 3
 
 
+def test_a_name_that_was_dropped_is_distrusted() -> None:
+    """vLLM may still have state under it, and then it has the item that it stood for before."""
+    names = TrustedNames(capacity=3)
+    assert not names.any_distrusted
+    for number in range(10):
+        assert names.trust(str(number), b"1")
+    assert names.any_distrusted
+    assert [names.is_distrusted(str(number)) for number in range(10)] == [True] * 7 + [False] * 3
+    assert not names.trust("0", b"1")
+    assert sum(names.trust(f"new {number}", b"1") for number in range(1000)) > 990
+
+
 def test_a_digest_is_remembered_for_the_object_and_no_longer() -> None:
     digests = DigestCache()
     data = item(pixels=torch.zeros(3))

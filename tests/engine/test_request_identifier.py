@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from hetero_connector.artifacts.chain import ChainHasher
@@ -28,6 +29,7 @@ from hetero_connector.engine.scheduler.request_identifier import (
     RequestIdentifier,
     RequestIdentity,
     UnidentifiedReason,
+    read_adapter,
 )
 from hetero_connector.engine.scheduler.requests import RequestTracker
 from hetero_connector.metrics import Recorder
@@ -101,8 +103,8 @@ def request(*features: MultiModalFeatureSpec, lora: Any = None, **other: Any) ->
     return FakeRequest(name, TOKENS, mm_features=list(features), lora_request=lora, **other)
 
 
-def adapter(path: Path, number: int = 1) -> SimpleNamespace:
-    return SimpleNamespace(lora_int_id=number, lora_name=f"a{number}", lora_path=str(path))
+def adapter(path: Path, number: int = 1) -> LoRARequest:
+    return LoRARequest(f"a{number}", number, str(path))
 
 
 def write_adapter(path: Path, content: bytes) -> Path:
@@ -168,10 +170,10 @@ def test_a_name_that_stands_for_two_images_is_not_cached_any_more(
     """vLLM's encoder cache looks items up by name, so it may return either's embeddings."""
     running = request(image(1.0, name="mine"))
     assert keys(identifier, running) is not None
-    assert not identifier.uses_distrusted_name(running)
+    assert not identifier.is_distrusted(running)
     assert keys(identifier, request(image(2.0, name="mine"), image(3.0, name="other"))) is None
-    assert identifier.uses_distrusted_name(running)
-    assert not identifier.uses_distrusted_name(request(image(3.0, name="other")))
+    assert identifier.is_distrusted(running)
+    assert not identifier.is_distrusted(request(image(3.0, name="other")))
     assert keys(identifier, request(image(1.0, name="mine"))) is None
     assert keys(identifier, request(image(3.0, name="other"))) is not None
     (warning,) = {record.message for record in caplog.records}
@@ -334,6 +336,57 @@ def test_an_adapter_that_changes_while_its_request_waits_is_not_cached(
     write_adapter(tmp_path / "a", b"another")
     clock.now_s = 1.0
     assert keys(identifier, waiting) is None
+
+
+def test_what_vllm_has_loaded_counts_and_not_what_its_first_request_finds(
+    identifier: RequestIdentifier, tmp_path: Path
+) -> None:
+    lora = adapter(write_adapter(tmp_path / "a", b"loaded"))
+    identifier.on_adapter_loaded(lora, read_adapter(lora.lora_path))
+    write_adapter(tmp_path / "a", b"another")
+    assert keys(identifier, request(lora=lora)) is None
+    unchanged = adapter(write_adapter(tmp_path / "b", b"loaded"), 2)
+    identifier.on_adapter_loaded(unchanged, read_adapter(unchanged.lora_path))
+    assert keys(identifier, request(lora=unchanged)) is not None
+    unknown = adapter(write_adapter(tmp_path / "c", b"loaded"), 3)
+    identifier.on_adapter_loaded(unknown, None)
+    assert keys(identifier, request(lora=unknown)) is None
+
+
+def test_pages_of_a_name_and_path_are_not_those_of_its_later_content(
+    identifier: RequestIdentifier, tmp_path: Path
+) -> None:
+    """vLLM's prefix cache goes by both, also after the adapter was unloaded and loaded again."""
+    path = write_adapter(tmp_path / "a", b"first")
+    assert keys(identifier, request(lora=LoRARequest("x", 1, str(path)))) is not None
+    write_adapter(path, b"second")
+    assert keys(identifier, request(lora=LoRARequest("x", 2, str(path)))) is None
+    write_adapter(path, b"first")
+    assert keys(identifier, request(lora=LoRARequest("x", 3, str(path)))) is None
+    assert keys(identifier, request(lora=LoRARequest("y", 4, str(path)))) is not None
+
+
+def test_after_a_load_in_place_an_adapter_is_not_cached_under_any_of_its_paths(
+    identifier: RequestIdentifier, tmp_path: Path
+) -> None:
+    paths = [str(write_adapter(tmp_path / name, name.encode())) for name in ("a", "b")]
+    first = request(lora=LoRARequest("x", 1, paths[0]))
+    assert keys(identifier, first) is not None
+    assert not identifier.is_distrusted(first)
+    replaced = LoRARequest("x", 1, paths[1], load_inplace=True)
+    identifier.on_adapter_loaded(replaced, read_adapter(paths[1]))
+    assert identifier.is_distrusted(first)
+    assert keys(identifier, request(lora=LoRARequest("x", 1, paths[0]))) is None
+    assert keys(identifier, request(lora=replaced)) is None
+    assert keys(identifier, request(lora=LoRARequest("x", 2, paths[0]))) is None, "pages of both"
+    assert identifier.adapters == {}
+
+
+def test_files_that_are_read_in_every_step_identify_nothing(
+    identifier: RequestIdentifier, tmp_path: Path
+) -> None:
+    path = str(write_adapter(tmp_path / "a", b"first"))
+    assert keys(identifier, request(lora=LoRARequest("x", 1, path, load_inplace=True))) is None
 
 
 def test_files_are_read_on_threads_of_their_own(

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 from hetero_connector.artifacts.record import UNNUMBERED, Tier
@@ -359,7 +360,7 @@ def test_pooling_and_streaming_requests_are_left_alone(dense: Engine) -> None:
 
 def test_an_adapter_that_cannot_be_identified_is_served_but_not_cached(dense: Engine) -> None:
     dense.run(FakeRequest("a", tokens(200)))
-    lora = SimpleNamespace(lora_int_id=1, lora_name="gone", lora_path="/nowhere/adapter")
+    lora = LoRARequest("gone", 1, "/nowhere/adapter")
     request = FakeRequest("b", tokens(200), lora_request=lora)
     assert dense.admit(request) == 0
     assert dense.step(b=200).saves == []
@@ -372,7 +373,7 @@ def test_an_adapter_whose_files_change_is_not_cached_any_more(
 ) -> None:
     """vLLM may have loaded either content under that id."""
     weights = tmp_path / "adapter_model.safetensors"
-    lora = SimpleNamespace(lora_int_id=1, lora_name="late", lora_path=str(tmp_path))
+    lora = LoRARequest("late", 1, str(tmp_path))
 
     def restored(name: str) -> int:
         return dense.run(FakeRequest(name, tokens(200), lora_request=lora))
@@ -384,6 +385,37 @@ def test_an_adapter_whose_files_change_is_not_cached_any_more(
     assert restored("d") == 0
     weights.write_bytes(b"first")
     assert restored("e") == 0
+
+
+def test_an_engine_without_saves_reports_that_the_io_thread_hangs(dense: Engine) -> None:
+    """The store publishes its health by that very thread."""
+    dense.step()
+    dense.side._recorder.drain()
+    assert not dense.side._has_news()
+    catalog = dense.side.store.catalog
+    catalog.step_began_s = catalog.clock() - catalog.config.load_deadline_s
+    assert dense.side._has_news()
+    assert dense.side._recorder.gauge("heterocache_io_alive") == 0
+
+
+def test_adapter_requests_under_way_are_not_stored_once_its_weights_were_replaced(
+    dense: Engine, tmp_path: Path
+) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"first")
+    lora = LoRARequest("x", 1, str(tmp_path))
+    assert dense.run(FakeRequest("a", tokens(200), lora_request=lora)) == 0
+    running = FakeRequest("b", tokens(400), lora_request=lora)
+    waiting = FakeRequest("c", tokens(200), lora_request=lora)
+    assert dense.admit(running) == 192
+    assert dense.side.match(waiting, 0)[0] == 192  # type: ignore[arg-type]
+    replaced = LoRARequest("x", 1, str(tmp_path / "other"), load_inplace=True)
+    dense.side.identifier.on_adapter_loaded(replaced, b"other")
+    assert dense.step(b=208).saves == []
+    dense.finish(running)
+    assert dense.step().early_saves == []
+    assert dense.side.match(waiting, 0)[0] == 0  # type: ignore[arg-type]
+    assert dense.run(FakeRequest("d", tokens(200))) == 0
+    assert dense.run(FakeRequest("e", tokens(200))) == 192, "the model itself is not concerned"
 
 
 def test_early_saves_whose_pages_are_overwritten_are_abandoned(dense: Engine) -> None:

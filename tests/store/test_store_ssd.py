@@ -1,6 +1,7 @@
 """The store with an SSD tier: spill, restore, restart, and everything that can fail."""
 
 import fcntl
+import gc
 import logging
 import sqlite3
 import time
@@ -42,6 +43,26 @@ from tests.store.filling import (
 from tests.transfer.memory_files import MemoryFiles, MemoryTransfer
 
 CHUNKS = chain("a", 6)
+
+
+def arenas() -> int:
+    """Return the number of arenas that this process has mapped."""
+    return Path("/proc/self/maps").read_text().count("heterocache-arena")
+
+
+def test_closing_gives_the_memory_back_without_a_garbage_collection(tmp_path: Path) -> None:
+    gc.collect()
+    before = arenas()
+    gc.disable()
+    try:
+        for name in ("a", "b"):
+            store = Bench(tmp_path).open()
+            put(store, chain(name, 3))
+            assert arenas() == before + 1
+            store.close()
+            assert arenas() == before
+    finally:
+        gc.enable()
 
 
 def restarted(bench: Bench, store: ArtifactStore, **options: object) -> ArtifactStore:

@@ -8,16 +8,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hetero_connector.artifacts.chain import ChainHasher
+from hetero_connector.engine.scheduler.request_identifier import adapter_name
 from hetero_connector.engine.scheduler.weight_updates import Weights
 from hetero_connector.store.artifact_store import ArtifactStore
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.heterocache")
+
+
+@dataclass(frozen=True)
+class Cleared:
+    """The requests whose state an operator had forgotten: those of a salt, or of a model."""
+
+    salt: str | None = None
+    model: str | None = None
+    """An adapter's name; "" for the model without one."""
+
+    def includes(self, request: Request) -> bool:
+        if self.salt is not None:
+            return bool(request.cache_salt == self.salt)
+        return adapter_name(request) == self.model
 
 
 class ChainRoot:
@@ -42,6 +59,8 @@ class ChainRoot:
         self._weights = Weights()
         self._manager: KVCacheManager | None = None
         self._has_outdated_pages = False
+        self._cleared: set[Cleared] = set()
+        """What was cleared while vLLM's own cache may have had pages of it."""
         self.hasher = hasher.with_root(self._generation.tag, self._weights.tag)
         """Names chains under the present root."""
 
@@ -91,8 +110,9 @@ class ChainRoot:
 
     def adopt_fleet_reset(self) -> None:
         """Change the root if the fleet was reset, which another thread notices."""
-        if self._has_outdated_pages:
-            self._has_outdated_pages = self._has_cached_pages() or self._has_outdated_requests()
+        if (self._has_outdated_pages or self._cleared) and not self._has_pages():
+            self._has_outdated_pages = False
+            self._cleared.clear()
         latest = self._store.generation
         if latest is self._generation:
             return
@@ -103,20 +123,35 @@ class ChainRoot:
         self._change()
         logger.info("the fleet was reset: everything stored before is forgotten, in every tier")
 
-    def may_be_outdated(self, local_tokens: int) -> bool:
+    def on_cleared(self, what: Cleared) -> None:
+        """Note that pages of these requests in vLLM's own cache are from before a clearing."""
+        if self._has_pages():
+            self._cleared.add(what)
+
+    def may_be_outdated(self, request: Request, local_tokens: int) -> bool:
         """True if a hit of `local_tokens` in vLLM's own cache may be from before the last change.
 
         vLLM does not reset its cache while requests run, nor by itself, and its old pages look
         like newer ones.
         """
-        return self._has_outdated_pages and local_tokens > 0
+        if not local_tokens:
+            return False
+        return self._has_outdated_pages or any(x.includes(request) for x in self._cleared)
 
     def _change(self) -> None:
         self._generation = self._store.catch_up()
         self.hasher = self.hasher.with_root(self._generation.tag, self._weights.tag)
         self._on_change(self.hasher)
-        self._has_outdated_pages = self._has_cached_pages() or self._has_outdated_requests()
+        self._has_outdated_pages = self._has_pages()
 
-    def _has_cached_pages(self) -> bool:
-        manager = self._manager
-        return manager is not None and len(manager.block_pool.cached_block_hash_to_block) > 0
+    def _has_pages(self) -> bool:
+        """Return whether vLLM's own cache may have pages from before now.
+
+        Also while any request has pages: a request that is not cached here, of which nothing is
+        known, has vLLM publish its pages as it fills them.
+        """
+        if self._manager is None:
+            return False
+        pool = self._manager.block_pool
+        is_used = len(pool.cached_block_hash_to_block) > 0 or pool.get_usage() > 0
+        return is_used or self._has_outdated_requests()

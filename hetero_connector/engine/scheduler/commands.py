@@ -12,14 +12,13 @@ import time
 from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from hetero_connector.artifacts.chain import RequestChain
 from hetero_connector.artifacts.extra_keys import text_keys
 from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange, StoredChunk, Tier
-from hetero_connector.engine.scheduler.chain_root import ChainRoot
+from hetero_connector.engine.scheduler.chain_root import ChainRoot, Cleared
 from hetero_connector.engine.scheduler.clearings import Clearings
-from hetero_connector.engine.scheduler.request_identifier import adapter_name
 from hetero_connector.engine.scheduler.session_book import (
     MIN_DIGEST,
     PromptName,
@@ -35,9 +34,6 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import PinRefusal
 from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
 from hetero_connector.units import MIB
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 Arguments = Mapping[str, Any]
 Result = dict[str, Any]
@@ -63,7 +59,7 @@ class Engine(Protocol):
         """Empty vLLM's own prefix cache; False while requests hold its pages."""
         ...
 
-    def on_cleared(self, is_meant: Callable[[Request], bool]) -> None:
+    def on_cleared(self, what: Cleared) -> None:
         """Name the chains of these running requests anew."""
         ...
 
@@ -241,7 +237,7 @@ class Commands:
     def _clear_salt(self, salt: str) -> Result:
         tenant = tenant_of(salt)
         problem = self.clearings.count_salt(salt)  # from now on nothing from before is found
-        pages = self._rename(lambda request: request.cache_salt == salt)
+        pages = self._rename(Cleared(salt=salt))
         self._store.retention.release(lambda _, owner: owner == tenant)
         chunks = self._forget_all(lambda record: record.tenant == tenant)
         return {"cleared": "salt", "chunks": chunks, "pages": pages, **_kept(problem)}
@@ -252,18 +248,18 @@ class Commands:
         is_known = not model or self.clearings.of_model(model) > 0
         is_known |= any(model in record.models for _, record in self._book.newest())
         problem = self.clearings.count_model(model)
-        pages = self._rename(lambda request: adapter_name(request) == model)
+        pages = self._rename(Cleared(model=model))
         if not model:
             self._store.retention.release(lambda user, _: isinstance(user, PromptName))
         chunks = self._forget_all(lambda record: record.models == {model})
         answer = {"cleared": "model", "chunks": chunks, "pages": pages, "known": is_known}
         return {**answer, **_kept(problem)}
 
-    def _rename(self, is_meant: Callable[[Request], bool]) -> bool:
+    def _rename(self, what: Cleared) -> bool:
         """Name the chains of these requests anew; return whether vLLM's own cache is empty."""
 
         def rename() -> bool:
-            self._engine.on_cleared(is_meant)
+            self._engine.on_cleared(what)
             return self._engine.reset_pages()
 
         return self.steps.call(rename, _STEP_S)

@@ -72,9 +72,13 @@ class IdleSteps:
         self._is_due = False
 
     def look(self, loop: Loop) -> None:
-        """Wake the engine if it is idle, not asleep, and has news."""
+        """Wake the engine if it is idle, not asleep, and has news.
+
+        `has_news` is asked of a busy one, too: the step's end takes what it has published.
+        """
+        has_news = self._has_news()
         is_idle = self._clock() - self._stepped_s >= self._interval_s
-        if is_idle and self._has_news() and not loop.is_asleep():
+        if is_idle and has_news and not loop.is_asleep():
             self._is_due = True
             loop.wake()
 

@@ -9,6 +9,7 @@ key contains digests of the tensors that the model reads.
 from __future__ import annotations
 
 import logging
+import secrets
 import weakref
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from blake3 import blake3
+from xxhash import xxh3_64_intdigest
 
 from hetero_connector.artifacts.canonical import encode
 from hetero_connector.config import HeteroConfig
@@ -88,17 +90,21 @@ class DigestCache:
 class TrustedNames:
     """The names that have stood for a single content since the engine started.
 
-    vLLM's encoder cache looks items up by name. After a name has stood for two contents, or for one
-    that was not digested, the cache may return the embeddings of either.
+    vLLM's encoder cache looks items up by name, and so does its prefix cache. After a name has
+    stood for two contents, or for one that was not digested, they may return the state of either.
+    A name whose content is no longer known here is distrusted, too.
     """
 
     def __init__(self, capacity: int = 1 << 16) -> None:
         self._contents = BoundedDict[str, bytes | None](capacity)
+        self._dropped = _Dropped()
         self.any_distrusted = False
-        """True once any name was distrusted."""
+        """True once any name was distrusted or dropped."""
 
     def trust(self, name: str, digest: bytes) -> bool:
         """Record the name's content; return False if it is distrusted or stood for another one."""
+        if self.is_distrusted(name):
+            return False
         known = self._contents.get(name, digest)
         self._put(name, digest if known == digest else None)
         return known == digest
@@ -107,11 +113,43 @@ class TrustedNames:
         self._put(name, None)
 
     def is_distrusted(self, name: str) -> bool:
-        return self._contents.get(name, b"") is None
+        if name in self._contents:
+            return self._contents[name] is None
+        return name in self._dropped
 
     def _put(self, name: str, digest: bytes | None) -> None:
-        self.any_distrusted |= digest is None
+        is_full = len(self._contents) == self._contents.capacity
+        if is_full and name not in self._contents:
+            self._dropped.add(next(iter(self._contents)))
+        self.any_distrusted |= is_full or digest is None
         self._contents[name] = digest
+
+
+class _Dropped:
+    """A set of names as one bit for each: a few that were never added seem to be in it, too."""
+
+    _BITS = 1 << 26
+    """8 MiB. After a million names one in 70 others seems to be in it."""
+
+    def __init__(self) -> None:
+        self._bits = bytearray()
+        """Empty until the first name is added."""
+        self._seed = secrets.randbits(64)
+
+    def __contains__(self, name: str) -> bool:
+        byte, bit = self._place(name)
+        return bool(self._bits and self._bits[byte] & bit)
+
+    def add(self, name: str) -> None:
+        if not self._bits:
+            self._bits = bytearray(self._BITS // 8)
+        byte, bit = self._place(name)
+        self._bits[byte] |= bit
+
+    def _place(self, name: str) -> tuple[int, int]:
+        digest = xxh3_64_intdigest(name.encode(errors="surrogatepass"), self._seed)
+        byte, bit = divmod(digest % self._BITS, 8)
+        return byte, 1 << bit
 
 
 def media_ids(config: HeteroConfig, vllm_config: VllmConfig) -> MediaIds:

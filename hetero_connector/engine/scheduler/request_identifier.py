@@ -116,6 +116,8 @@ class RequestIdentifier:
             return
         if not cacheable(request):
             self._give_up(request, "")
+        elif request.lora_request is not None and request.lora_request.load_inplace:
+            self._give_up(request, "with load_inplace vLLM reads its files again in every step")
         elif request.mm_features and self.media_ids is MediaIds.NONE:
             self._give_up(request, "this engine cannot identify their contents")
         elif (reading := self._order_reading(request)) is None:
@@ -150,8 +152,25 @@ class RequestIdentifier:
         self.adapter_thread.close()
         self.media_thread.close()
 
-    def uses_distrusted_name(self, request: Request) -> bool:
-        """True if vLLM may have used another item's embeddings for one of the request's items."""
+    def on_adapter_loaded(self, lora: LoRARequest, digest: bytes | None) -> None:
+        """Record the files that vLLM has loaded before any request needs them.
+
+        `digest`: None if it is not known which content vLLM has loaded.
+        """
+        if digest is None or lora.load_inplace:
+            self._adapters.distrust(lora)
+        else:
+            self._adapters.record(lora, digest)
+
+    def is_distrusted(self, request: Request) -> bool:
+        """True if vLLM may compute the request with other content than it was identified by.
+
+        It may have another item's embeddings for one of its items, or other weights under the id
+        of its adapter.
+        """
+        lora = request.lora_request
+        if lora is not None and self._adapters.is_distrusted(lora):
+            return True
         return self._names.any_distrusted and any(
             self._names.is_distrusted(feature.identifier) for feature in request.mm_features
         )
@@ -264,32 +283,47 @@ class RequestIdentifier:
 
 
 class _Adapters:
-    """The content of each adapter id, as long as it stays the same.
+    """The content of each adapter, as long as it stays the same.
 
-    vLLM loads an adapter's files when it first needs them, again after it has dropped the weights,
-    and in place if a request says so. Once the files of an id have changed, it is unknown here
-    which of them the engine computes with. From then on requests with that id are not cached.
+    vLLM loads an adapter's files when it is told to or first needs them, again after it has dropped
+    the weights, and in place. Its prefix cache goes by the adapter's name and path. Once there was
+    other content under an id, or under a name and path, it is unknown here what vLLM computes with,
+    and what its pages were computed with: requests with it are not cached any more.
     """
 
     def __init__(self) -> None:
-        self._by_id: dict[int, bytes | None] = {}
-        """None: the content has changed."""
+        self._contents: dict[int | tuple[str, str], bytes | None] = {}
+        """By id, and by name and path. None: there was another one before."""
+        self._pages: dict[int, set[tuple[str, str]]] = {}
+        """The names and paths under which pages were computed with an id's weights."""
         self.by_name: dict[str, bytes] = {}
         """The digests of adapters that have not changed."""
 
     def is_known(self, lora: LoRARequest) -> bool:
         """True if the adapter's files have been read before."""
-        return lora.lora_int_id in self._by_id
+        return lora.lora_int_id in self._contents
+
+    def is_distrusted(self, lora: LoRARequest) -> bool:
+        """True if there was other content under the adapter's id."""
+        return self._contents.get(lora.lora_int_id, b"") is None
 
     def record(self, lora: LoRARequest, digest: bytes) -> IdentityError | None:
         """Record the digest of the adapter's files; return an error if it has changed."""
-        known = self._by_id.setdefault(lora.lora_int_id, digest)
-        if known == digest:
+        pages = (lora.lora_name, str(lora.lora_path))
+        self._pages.setdefault(lora.lora_int_id, set()).add(pages)
+        known = {self._contents.setdefault(x, digest) for x in (lora.lora_int_id, pages)}
+        if known == {digest}:
             self.by_name[lora.lora_name] = digest
             return None
-        self._by_id[lora.lora_int_id] = None
-        self.by_name.pop(lora.lora_name, None)
+        self.distrust(lora)
         return IdentityError("its files changed; load them under another name")
+
+    def distrust(self, lora: LoRARequest) -> None:
+        """Note that the content under the adapter's id is unknown, and that of its pages."""
+        self._contents[lora.lora_int_id] = None
+        for pages in self._pages.get(lora.lora_int_id, ()):
+            self._contents[pages] = None
+        self.by_name.pop(lora.lora_name, None)
 
 
 def read_adapter(path: str) -> bytes:

@@ -30,7 +30,7 @@ from hetero_connector.engine.scheduler.block_tables import (
     recurrent_states,
 )
 from hetero_connector.engine.scheduler.chain_answer import ChainAnswer
-from hetero_connector.engine.scheduler.chain_root import ChainRoot
+from hetero_connector.engine.scheduler.chain_root import ChainRoot, Cleared
 from hetero_connector.engine.scheduler.commands import Commands
 from hetero_connector.engine.scheduler.cost_learner import CostLearner
 from hetero_connector.engine.scheduler.early_saves import EarlySaves
@@ -212,7 +212,7 @@ class SchedulerSide:
             return 0, False
         tracker.local_tokens = local_tokens
         self._admissions.end_parking(request.request_id)  # if its load was lost, vLLM asks again
-        if self._broken or tracker.is_lost:
+        if self._broken or tracker.is_lost or self.identifier.is_distrusted(request):
             self._restorer.forget(tracker)
             return 0, False
         try:
@@ -235,7 +235,7 @@ class SchedulerSide:
             return
         tracker.admitting = True
         if request.num_computed_tokens == 0:  # else it is a parked load that has ended
-            tracker.outdated = self.root.may_be_outdated(tracker.local_tokens)
+            tracker.outdated = self.root.may_be_outdated(request, tracker.local_tokens)
             self.predictions.on_admitted(tracker, num_external_tokens > 0, stopped=self._broken)
         assert self._kv_cache_manager is not None
         self._admissions.admit(tracker, num_external_tokens, self._kv_cache_manager)
@@ -352,10 +352,10 @@ class SchedulerSide:
         manager = self._kv_cache_manager
         return manager is not None and bool(manager.reset_prefix_cache())
 
-    def on_cleared(self, is_meant: Callable[[Request], bool]) -> None:
-        """Name the chains of these running requests anew; their pages are not saved."""
-        trackers = [x for x in self._trackers.values() if is_meant(x.request)]
-        self._change_root(trackers, self.root.hasher)
+    def on_cleared(self, what: Cleared) -> None:
+        """Name the chains of these running requests anew; no pages from before are saved."""
+        self._change_root([x for x in self._trackers.values() if what.includes(x.request)])
+        self.root.on_cleared(what)
 
     @property
     def has_work(self) -> bool:
@@ -413,15 +413,15 @@ class SchedulerSide:
 
     def _on_new_root(self, hasher: ChainHasher) -> None:
         """Drop everything about running requests that belongs to the old root of the chains."""
-        self._change_root(self._trackers.values(), hasher)
+        self._change_root(self._trackers.values())
         if self._events is not None:
             self._events.on_new_root(None if self._broken else hasher.root)
 
-    def _change_root(self, trackers: Collection[RequestTracker], hasher: ChainHasher) -> None:
+    def _change_root(self, trackers: Collection[RequestTracker]) -> None:
         for tracker in trackers:
             self._restorer.forget(tracker)
             self._saver.forget(tracker)
-            tracker.change_root(hasher)
+            tracker.change_root(self.root.hasher)
         self._shared.drop()
         self._queue.requeue_waiting(trackers)
 
@@ -431,8 +431,7 @@ class SchedulerSide:
     def _yield_if_idle(self, output: SchedulerOutput, meta: StepMetadata) -> None:
         """Pause if the step computes and copies nothing, and the engine steps only to ask again.
 
-        It would keep a core busy until a device has ended its copies. An engine core inside the
-        caller's process would also keep the interpreter's lock from the I/O thread.
+        It would keep a core busy, and inside the caller's process the interpreter's lock.
         """
         awaits_device = bool(self._saver.awaits_reports or self._admissions.loading)
         if meta.loads or meta.early_saves:
@@ -446,6 +445,7 @@ class SchedulerSide:
 
         On any thread. Routers and other engines wait for a reset to be adopted.
         """
+        self.store.publish_health()  # its own I/O thread does not while it hangs
         has_events = self._events is not None and self._events.has_news
         return has_events or self._recorder.has_news() or self.root.is_behind
 
@@ -493,7 +493,7 @@ class SchedulerSide:
     def _may_save(self, tracker: RequestTracker) -> bool:
         """Return whether anything of the request may be stored."""
         is_refused = self.commands.is_draining or tracker.params.stores_nothing
-        return not (is_refused or self.identifier.uses_distrusted_name(tracker.request))
+        return not (is_refused or self.identifier.is_distrusted(tracker.request))
 
     def _table(self, request_id: str) -> BlockTable:
         assert self._kv_cache_manager is not None

@@ -2,9 +2,10 @@
 
 The fingerprint describes the files that the engine was started from. Weights that are updated in
 place are named by the version that vLLM gives them (`finish_weight_update`,
-`update_weight_version`) or, until they have one, by a random number. vLLM does not notify a
-connector of either, so `observe` wraps two methods of its `EngineCore`: the call itself is
-unchanged, and afterwards the engine's connector is notified on the same thread.
+`update_weight_version`) or, until they have one, by a random number. Adapters are loaded before the
+first request that needs them. vLLM does not notify a connector of any of this, so `observe` wraps
+three methods of its `EngineCore`: the call itself is unchanged, and afterwards the engine's
+connector is notified on the same thread.
 
 Every call to the workers counts as an update, except vLLM's own methods that are known to leave the
 weights alone: a method of a worker extension may be a trainer's. A call that shares memory with a
@@ -18,10 +19,14 @@ import functools
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from hetero_connector.artifacts.canonical import encode
-from hetero_connector.errors import UnsupportedVersionError
+from hetero_connector.engine.scheduler.request_identifier import read_adapter
+from hetero_connector.errors import IdentityError, UnsupportedVersionError
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
 
 _OF_FILES = "default"
 """vLLM's version of the weights that an engine starts with."""
@@ -84,6 +89,10 @@ class WeightsListener(Protocol):
         """Handle that the weights have `version` now; None: an unknown one."""
         ...
 
+    def on_adapter_loaded(self, lora: LoRARequest, digest: bytes | None) -> None:
+        """Handle that vLLM has loaded an adapter; `digest` is None if its content is unknown."""
+        ...
+
 
 def observe() -> None:
     """Wrap vLLM's methods so that connectors in this process are notified. Idempotent.
@@ -97,6 +106,7 @@ def observe() -> None:
         setattr(EngineCore, _OBSERVED, True)
         _observe_versions(EngineCore, _method(EngineCore, "set_weight_version"))
         _observe_updates(EngineCore, _method(EngineCore, "collective_rpc"))
+        _observe_adapters(EngineCore, _method(EngineCore, "add_lora"))
 
 
 def _observe_versions(core: type, original: Callable[..., None]) -> None:
@@ -120,6 +130,33 @@ def _observe_updates(core: type, original: Callable[..., Any]) -> None:
     setattr(core, original.__name__, collective_rpc)
 
 
+def _observe_adapters(core: type, original: Callable[..., bool]) -> None:
+    @functools.wraps(original)
+    def add_lora(self: Any, lora_request: LoRARequest) -> bool:
+        listeners = list(_listeners(self))
+        if not listeners:
+            return original(self, lora_request)
+        before, digest = _digest(lora_request), None
+        try:
+            is_loaded = original(self, lora_request)
+            digest = _digest(lora_request)
+            if before not in (None, digest):  # None: vLLM has fetched the files
+                digest = None
+        finally:  # a call that fails may have loaded it on some ranks
+            for listener in listeners:
+                listener.on_adapter_loaded(lora_request, digest)
+        return is_loaded
+
+    setattr(core, original.__name__, add_lora)
+
+
+def _digest(lora: LoRARequest) -> bytes | None:
+    try:
+        return read_adapter(str(lora.lora_path))
+    except (IdentityError, OSError):
+        return None
+
+
 def _is_harmless(method: Any) -> bool:
     return isinstance(method, str) and (method in _HARMLESS or method.startswith("get_"))
 
@@ -136,9 +173,12 @@ def _method(core: type, name: str) -> Callable[..., Any]:
 
 
 def _notify(core: Any, version: str | None) -> None:
-    for connector in connectors_of(core):
-        if isinstance(connector, WeightsListener):
-            connector.on_weights_changed(version)
+    for listener in _listeners(core):
+        listener.on_weights_changed(version)
+
+
+def _listeners(core: Any) -> Iterator[WeightsListener]:
+    return (x for x in connectors_of(core) if isinstance(x, WeightsListener))
 
 
 def connectors_of(core: Any) -> Iterator[object]:

@@ -595,7 +595,7 @@ class Catalog:
         self.writes.end()
         self.loads.count_failure(Failure.IO_ERROR, Tier.SSD)
         self.loads.disown_all(Failure.IO_ERROR)
-        self._publish_health()
+        self.publish_health()
         self._lock.notify_all()
 
     # --- the whole store --------------------------------------------------------------------------
@@ -622,7 +622,7 @@ class Catalog:
     def publish_gauges(self) -> None:
         """Write occupancy and health into the recorder now."""
         self.tiers.publish_gauges()
-        self._publish_health()
+        self.publish_health()
 
     @_locked
     def check_integrity(self) -> None:
@@ -693,7 +693,8 @@ class Catalog:
             self._gauges_due_s = now_s + GAUGE_INTERVAL_S
             self.publish_gauges()
 
-    def _publish_health(self) -> None:
+    def publish_health(self) -> None:
+        """Write what works into the recorder now. Takes no lock of the catalog."""
         io_alive, ssd_writable, ssd_readable, quarantined_bytes = self.health()
         self._recorder.set("heterocache_io_alive", float(io_alive))
         if self.config.ssd_dir is not None:
