@@ -383,11 +383,19 @@ def test_every_fleet_file_describes_a_fleet(example: Example, tmp_path: Path) ->
     from ownership.router.ray_serve.placing import replica_config
     from ownership.simulator.fleet_file import read_fleet
 
-    fleet = yaml.safe_load(example.text)
+    fleet, *others = yaml.safe_load_all(example.text)
     assert isinstance(fleet, dict)
-    if fleet.get("kind") == "Role":  # tests/ownership/router/test_kubernetes.py asks for these
-        [rule] = fleet["rules"]
+    if others:  # tests/ownership/router/test_kubernetes.py asks for what the role allows
+        account, role, binding = (fleet, *others)
+        [rule] = role["rules"]
         assert (rule["apiGroups"], rule["resources"]) == (["discovery.k8s.io"], ["endpointslices"])
+        name = role["metadata"]["name"]
+        assert binding["roleRef"] == {
+            "apiGroup": role["apiVersion"].partition("/")[0],
+            "kind": role["kind"],
+            "name": name,
+        }
+        assert binding["subjects"] == [{"kind": account["kind"], "name": name}]
         return
     if "processing_mode" in fleet:  # tests/deploy/test_envoy.py runs that file
         assert fleet.items() <= envoy_filter().items()

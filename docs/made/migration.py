@@ -131,4 +131,7 @@ tried. Models, features and platforms are under [limits](../guides/limits.md).
 
 Engines of one fleet share state if their fingerprints are equal. The version of vLLM is a part of
 them. During a rollout old and new ones keep apart, and each finds its own.
+
+On one `ssd_dir` the new engine deletes what the old one stored, as far as `ssd_gib` needs the room.
+To be able to go back, give the new version another `ssd_dir`, or `heterocache export` first.
 """

@@ -40,8 +40,14 @@ def router() -> str:
     from ownership.router.metrics import RouterMetrics
 
     rows = [
-        [f"`{metric.name}`", metric.type, metric.documentation]
-        for metric in RouterMetrics().registry.collect()
+        [
+            f"`{metric.name}`",
+            metric.type,
+            ", ".join(f"`{x}`" for x in collector._labelnames),  # type: ignore[attr-defined]
+            metric.documentation,
+        ]
+        for collector in RouterMetrics().registry._collector_to_names
+        for metric in collector.collect()
     ]
     return f"""{NOTE}# The router's configuration and metrics
 
@@ -54,7 +60,7 @@ One of `workers`, `workers_file`, `workers_dns` and `workers_kubernetes` is need
 
 Served at `/metrics`. Prometheus adds `_total` to counters.
 
-{table(["name", "kind", "meaning"], rows)}
+{table(["name", "kind", "labels", "meaning"], rows)}
 """
 
 
@@ -98,14 +104,17 @@ def cli() -> str:
         "The package installs one command, `heterocache`. `heterocache --install-completion` "
         "completes commands in your shell. Exit status: 0 if all is well, 1 if a problem was "
         "found, 2 if the arguments or the input cannot be used. `simulate` needs the extra "
-        "`sim`, `reset` the extra `redis`, `router` the extra `router`."
+        "`sim`, `reset` the extra `redis`, `router` the extra `router`: in a clone "
+        "`pip install '.[router]'`."
     ]
     for name, command in _commands(get_command(app), ""):
         examples = [
             line for line in command.epilog.split("\n\n") if line.startswith("heterocache ")
         ]
-        rows = [[_parameter(x), (x.help or "").replace("|", "\\|")] for x in command.params]
-        arguments = table(["argument", "meaning"], rows)
+        rows = [
+            [_parameter(x), _default(x), (x.help or "").replace("|", "\\|")] for x in command.params
+        ]
+        arguments = table(["argument", "default", "meaning"], rows)
         shown = "\n".join(examples)
         parts.append(f"## {name}\n\n{command.help}\n\n```text\n{shown}\n```\n\n{arguments}")
     return "\n\n".join(parts) + "\n"
@@ -118,6 +127,13 @@ def _commands(group: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _commands(command, f"{prefix}{name} ")
         else:
             yield f"{prefix}{name}", command
+
+
+def _default(parameter: Any) -> str:
+    if parameter.required:
+        return "required"
+    is_shown = parameter.default not in (None, False, (), "")
+    return f"`{parameter.default}`" if is_shown else ""
 
 
 def _parameter(parameter: Any) -> str:

@@ -12,6 +12,7 @@ import promql_parser as promql
 import vllm
 
 from hetero_connector.metrics import GAUGES, HISTOGRAMS, METRICS, METRICS_BY_KIND, NATIVE_NAMES
+from ownership.router.metrics import RouterMetrics
 
 OF_VLLM = {"model_name", "engine"}
 OF_PROMETHEUS = {"instance", "job"}
@@ -22,6 +23,12 @@ THEIR_LABELS = {
     "vllm:time_to_first_token_seconds": set(),
 }
 """The metrics of vLLM that queries use, with their labels besides those of all."""
+OF_ROUTER = {
+    name: set(collector._labelnames)  # type: ignore[attr-defined]
+    for collector, names in RouterMetrics().registry._collector_to_names.items()
+    for name in names
+}
+"""The labels of the router's metrics, by their names in Prometheus."""
 _VARIABLES = {"$__rate_interval": "5m", "$__range": "1h"}
 _SUFFIX = re.compile(r"_(total|bucket|sum|count)$")
 
@@ -85,6 +92,9 @@ def check(query: str) -> None:
         if use.metric in METRICS:
             assert use.name in names_in_prometheus(use.metric), f"{use.name}: a wrong suffix"
             known |= set(METRICS[use.metric].labels)
+        elif use.metric.startswith("heterocache_router_"):
+            assert use.name in OF_ROUTER, f"the router has no metric {use.name}"
+            known |= OF_ROUTER[use.name]
         elif use.metric in NATIVE_NAMES:
             known |= {"transfer_type"}
         else:

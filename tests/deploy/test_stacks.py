@@ -20,8 +20,9 @@ import yaml
 from hetero_connector.config import HeteroConfig
 from hetero_connector.supported_vllm import check_version
 from ownership.directory.redis.address import RedisAddress
+from ownership.router.config import read_config
 from tests.examples.test_disaggregated_compose import COMPOSE as EXAMPLE
-from tests.examples.test_disaggregated_compose import compose_services
+from tests.examples.test_disaggregated_compose import compose, compose_services
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -105,7 +106,7 @@ def test_the_image_is_of_a_vllm_that_is_supported() -> None:
     (version,) = re.findall(r"^ARG VLLM_VERSION=v(\S+)$", dockerfile(), re.MULTILINE)
     check_version(version)
     assert f"v{version}" == TAG
-    assert "[redis,nixl]" in dockerfile()
+    assert "[nixl,router]" in dockerfile(), "the router's extra has what Redis needs"
 
 
 def test_docker_sends_no_more_than_is_copied() -> None:
@@ -147,10 +148,52 @@ def test_each_server_has_an_ssd_directory_a_gpu_and_a_port_of_its_own(
     assert not set(one) & set(two)
 
 
+def test_the_router_of_compose_is_configured_as_it_takes_it(
+    services: dict[str, Any], tmp_path: Path
+) -> None:
+    router = services["router"]
+    (mounted,) = router["configs"]
+    assert router["entrypoint"] == ["heterocache", "router", "--config", mounted["target"]]
+    path = tmp_path / "fleet.yaml"
+    content = compose(DEPLOY / "compose.yaml", GIVEN)["configs"][mounted["source"]]["content"]
+    path.write_text(content)
+    config = read_config(path)
+    assert [worker.name for worker in config.workers] == list(SERVERS)
+    assert config.model_path == services["vllm-0"]["command"][0]
+    assert transfer_config(services["vllm-0"]["command"], "secret")["directory"] == config.directory
+    assert router["ports"] == [f"127.0.0.1:{config.port}:{config.port}"]
+    # The router downloads nothing: a healthy server has the model's files in the shared volume.
+    assert router["depends_on"]["vllm-0"] == {"condition": "service_healthy"}
+    assert set(router["volumes"]) < set(services["vllm-0"]["volumes"])
+    for name in SERVERS:
+        assert services[name]["environment"]["VLLM_PLUGINS"] == "heterocache"
+
+
+def test_containers_are_given_more_time_to_stop_than_vllm(services: dict[str, Any]) -> None:
+    """Without the option vLLM kills an engine at once, before it has written its state."""
+
+    def timeout_s(arguments: list[str]) -> int:
+        (found,) = [x for x in arguments if x.startswith("--shutdown-timeout=")]
+        return int(found.partition("=")[2])
+
+    for name in SERVERS:
+        assert services[name]["stop_grace_period"] == "2m"
+        assert 30 <= timeout_s(services[name]["command"]) < 120
+    (model,) = values()["servingEngineSpec"]["modelSpec"]
+    assert timeout_s(model["vllmConfig"]["extraArgs"]) < 30, "Kubernetes' own default"
+    (container,) = patch()["spec"]["template"]["spec"]["containers"]
+    assert timeout_s(container["args"]) < 130, "that of llm-d's guide"
+
+
 def test_prometheus_scrapes_every_server_and_grafana_asks_it(services: dict[str, Any]) -> None:
     prometheus = yaml.safe_load((DEPLOY / "prometheus/prometheus.yaml").read_text())
-    (scraped,) = prometheus["scrape_configs"][0]["static_configs"]
-    assert scraped["targets"] == [f"{name}:8000" for name in SERVERS]
+    scraped = {
+        job["job_name"]: target
+        for job in prometheus["scrape_configs"]
+        for config in job["static_configs"]
+        for target in [config["targets"]]
+    }
+    assert scraped == {"vllm": [f"{name}:8000" for name in SERVERS], "router": ["router:8080"]}
     mounted = {target for _, target in mounts(services["prometheus"])}
     assert set(prometheus["rule_files"]) < mounted
     provisioning = DEPLOY / "grafana/provisioning"

@@ -59,7 +59,7 @@ def test_an_engine_that_steps_is_not_woken() -> None:
 
 
 def test_a_busy_engine_is_asked_for_its_news_too() -> None:
-    """What `has_news` publishes leaves at the step's end."""
+    """The step's end takes what `has_news` has published."""
     asked: list[bool] = []
     idle = IdleSteps(lambda: bool(asked.append(True)), 1.0, lambda: 0.5)
     idle.on_step()

@@ -33,8 +33,8 @@ def services_with(given: dict[str, str]) -> dict[str, Any]:
     return compose_services(COMPOSE, given)
 
 
-def compose_services(path: Path, given: dict[str, str]) -> dict[str, Any]:
-    """Return the services as Compose reads them: variables filled in, then YAML."""
+def compose(path: Path, given: dict[str, str]) -> dict[str, Any]:
+    """Return a file as Compose reads it: variables filled in, then YAML."""
 
     def value(match: re.Match[str]) -> str:
         name, how, word = match.groups()
@@ -47,7 +47,11 @@ def compose_services(path: Path, given: dict[str, str]) -> dict[str, Any]:
     text = re.sub(r"\$\{(\w+)(?:(:[-?])([^}]*))?\}", value, path.read_text())
     loaded = yaml.safe_load(text)
     assert loaded["networks"].keys() == {"fleet"}
-    return dict(loaded["services"])
+    return dict(loaded)
+
+
+def compose_services(path: Path, given: dict[str, str]) -> dict[str, Any]:
+    return dict(compose(path, given)["services"])
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ class ChainRoot:
         self._manager: KVCacheManager | None = None
         self._has_outdated_pages = False
         self._cleared: set[Cleared] = set()
-        """What was cleared while vLLM's own cache may have had pages of it."""
+        """Clearings since which vLLM's own cache was not seen empty."""
         self.hasher = hasher.with_root(self._generation.tag, self._weights.tag)
         """Names chains under the present root."""
 
