@@ -144,7 +144,7 @@ class RequestIdentifier:
 
     @property
     def adapters(self) -> Mapping[str, bytes]:
-        """The digests of the adapters that requests have used, by name. Any thread may ask."""
+        """The digests of the adapters that vLLM has loaded, by name. Any thread may ask."""
         return self._adapters.by_name.copy()
 
     def close(self) -> None:
