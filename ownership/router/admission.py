@@ -52,30 +52,35 @@ class FairQueue:
         self._size += 1
 
     def pop(self, can_run: Callable[[RouterRequest], bool]) -> _Waiter | None:
-        """Take the next request of the first flow whose next request can run."""
+        """Take the first request that can run, of the first flow that has one.
+
+        One that cannot run, for a model whose workers are full, say, holds up none behind it.
+        """
+        known: dict[str | None, bool] = {}
+
+        def runs(request: RouterRequest) -> bool:
+            if request.tried not in ((), []):  # it may not go to every worker of its model
+                return can_run(request)
+            if request.model not in known:
+                known[request.model] = can_run(request)
+            return known[request.model]
+
         order = [(time, number, flow) for number, (flow, time) in enumerate(self._times.items())]
         heapq.heapify(order)
         while order:
             time, _, flow = heapq.heappop(order)
-            if can_run(self._flows[flow][0].request):
+            waiter = next((x for x in self._flows[flow] if runs(x.request)), None)
+            if waiter is not None:
                 self._now = max(self._now, time)
-                return self._take(flow)
+                self._times[flow] += 1.0 / WEIGHTS[flow[0]]
+                self.remove(waiter)
+                return waiter
         return None
 
     def remove(self, waiter: _Waiter) -> None:
         flow = (waiter.request.priority, waiter.request.caller)
         self._flows[flow].remove(waiter)
         self._size -= 1
-        self._forget_if_empty(flow)
-
-    def _take(self, flow: tuple[Priority, str]) -> _Waiter:
-        waiter = self._flows[flow].popleft()
-        self._size -= 1
-        self._times[flow] += 1.0 / WEIGHTS[flow[0]]
-        self._forget_if_empty(flow)
-        return waiter
-
-    def _forget_if_empty(self, flow: tuple[Priority, str]) -> None:
         if not self._flows[flow]:
             del self._flows[flow], self._times[flow]
 

@@ -172,6 +172,20 @@ class RouterConfig:
         "",
         unset="none: only prompts of token ids are known",
     )
+    chat_template: str = declare(
+        "path",
+        checks.template,
+        "The chat template that the workers were started with by `--chat-template`",
+        "",
+        unset="the model's own",
+    )
+    chat_template_kwargs: dict[str, object] | None = declare(
+        "names with values",
+        checks.arguments,
+        "The workers' own `--default-chat-template-kwargs`, such as `{enable_thinking: false}`",
+        None,
+        unset="none",
+    )
     directory: str = declare(
         "URL",
         checks.directory,
@@ -413,7 +427,7 @@ def _read_yaml(path: Path) -> tuple[object, list[str]]:
         return msgspec.yaml.decode(text), list(_given_twice(text))
     except OSError as error:
         raise RouterConfigError(str(path), [error.strerror or str(error)]) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:  # ValueError: PyYAML's
         raise RouterConfigError(str(path), [f"not YAML: {' '.join(str(error).split())}"]) from error
 
 

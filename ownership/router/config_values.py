@@ -109,6 +109,26 @@ def model(key: str, value: object) -> str:
     return value
 
 
+def template(key: str, value: object) -> str:
+    """Return the text of a file with a chat template."""
+    if not isinstance(value, str) or not value:
+        raise ConfigError(key, f"expected the path of a file, got {value!r}")
+    try:
+        text = Path(value).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
+        raise ConfigError(key, f"cannot read {value}: {why}") from error
+    if not text.strip():
+        raise ConfigError(key, f"{value} is empty")
+    return text
+
+
+def arguments(key: str, value: object) -> dict[str, object]:
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(key, f"expected names with values, got {value!r}")
+    return value
+
+
 def directory(key: str, value: object) -> str:
     """Check the whole URL, and that the packages are here. Redis itself may be down."""
     url = values.fleet_directory(key, value)

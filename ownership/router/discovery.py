@@ -42,7 +42,10 @@ class Discovery:
     async def run(self) -> None:
         """Look again every `probe_s`, for ever."""
         while True:
-            await self.look()
+            try:
+                await self.look()
+            except Exception:  # a bug: what was found stays
+                _log.exception("the workers stay as they are")
             await asyncio.sleep(self._config.probe_s)
 
     async def look(self) -> None:

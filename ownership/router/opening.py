@@ -108,7 +108,12 @@ def open_identity(config: RouterConfig, chains: ChainCache | None = None) -> Pro
     tokenizer = None
     if config.model_path:
         tokenizer = _checked("model_path", partial(open_tokenizer, config.model_path))
-    return PromptIdentity(tokenizer, chains or ChainCache())
+    return PromptIdentity(
+        tokenizer,
+        chains or ChainCache(),
+        chat_template=config.chat_template or None,
+        template_kwargs=config.chat_template_kwargs,
+    )
 
 
 def _checked(key: str, opening: Any) -> Any:

@@ -200,7 +200,10 @@ class PolicyPlacer:
             self._ledger.failed(placed, now_s)
             placed.placement = whole(placed.placement)
             placed.action = placed.placement.action
-            self._ledger.sent(placed, Work.of(placed.step, placed.placement), now_s)
+            if (
+                placed.placement.prefill_worker in self._ledger.workers
+            ):  # else it ends what it has begun
+                self._ledger.sent(placed, Work.of(placed.step, placed.placement), now_s)
         else:
             self._ledger.handed_off(placed, now_s)
             if placed.prefill is not None:

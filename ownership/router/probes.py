@@ -27,17 +27,20 @@ class Prober:
     ) -> None:
         self._workers, self._session, self._config = workers, session, config
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
+        self._present: set[Worker] = set()
         key = config.worker_api_key
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._timeout = aiohttp.ClientTimeout(config.probe_timeout_s)
 
     def follow(self) -> None:
-        """Probe the workers that the set has now, and no others."""
-        present = set(self._workers)
-        for worker in self._tasks.keys() - present:
-            self._tasks.pop(worker).cancel()
-        for worker in present - self._tasks.keys():
-            self._tasks[worker] = asyncio.get_running_loop().create_task(self._watch(worker))
+        """Probe the workers that the set has now, and those that end what they have begun."""
+        self._present = set(self._workers)
+        for worker in self._tasks.keys() - self._present:
+            if not worker.exchanges:
+                self._tasks.pop(worker).cancel()
+        for worker in self._present:
+            if worker not in self._tasks or self._tasks[worker].done():
+                self._tasks[worker] = asyncio.get_running_loop().create_task(self._watch(worker))
 
     async def close(self) -> None:
         for task in self._tasks.values():
@@ -46,19 +49,22 @@ class Prober:
 
     async def _watch(self, worker: Worker) -> None:
         failures, silent_since_s = 0, 0.0
-        while True:
+        while worker in self._present or worker.exchanges:
             asked_s = monotonic()
             problem = await self._ask(worker)
+            is_refused = isinstance(problem, ConnectionRefusedError)
             if problem is None:
                 failures = 0
                 self._set_state(worker, WorkerState.UP, "")
+            elif is_refused and worker not in self._present:
+                failures = 0  # it takes nothing new, and may yet end what it has begun
             else:
                 failures += 1
                 silent_since_s = asked_s if failures == 1 else silent_since_s
-                is_down = failures >= _FAILURES or isinstance(problem, ConnectionRefusedError)
+                is_down = failures >= _FAILURES or is_refused
                 if is_down or worker.state is WorkerState.UNKNOWN:
                     self._set_state(worker, WorkerState.DOWN, f": {problem or 'no answer in time'}")
-                if is_down:
+                if is_down and failures > 1:  # between two probes a live stream has brought a byte
                     worker.abandon_silent(silent_since_s)
             await asyncio.sleep(self._config.probe_s)
 

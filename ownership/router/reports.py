@@ -73,7 +73,7 @@ def reported_load(metrics: str) -> WorkerLoad | None:
     usage = sum(usages) / len(usages)
     waiting = int(totals.get("num_requests_waiting", 0))
     prompts = totals.get("request_prompt_tokens_count", 0.0)
-    mean_tokens = totals["request_prompt_tokens_sum"] / prompts if prompts else 0.0
+    mean_tokens = totals.get("request_prompt_tokens_sum", 0.0) / prompts if prompts else 0.0
     return WorkerLoad(
         queued_tokens=int(waiting * mean_tokens),
         waiting_requests=waiting,

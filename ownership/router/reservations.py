@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Container
 from contextlib import ExitStack
 from time import monotonic
 
@@ -70,7 +70,7 @@ class Reservations:
     def __contains__(self, name: str) -> bool:
         return name in self._held
 
-    async def place(self, request: RouterRequest, excluded: Sequence[Worker] = ()) -> Placed:
+    async def place(self, request: RouterRequest, excluded: Container[Worker] = ()) -> Placed:
         """Choose one worker, and count nothing. Raises RefusedError."""
         request.is_whole = True
         return await self._proxy.place(request, excluded)

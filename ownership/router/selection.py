@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container, Set
 from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Any
@@ -80,7 +80,7 @@ class SelectionDoors:
 
     async def _select(self, call: Request) -> object:
         asked, request = await self._read(call)
-        placed = await self._reservations.place(request, self._excluded(asked))
+        placed = await self._reservations.place(request, _excluded(asked))
         return _answer(asked, placed)
 
     async def _reserve(self, call: Request) -> object:
@@ -97,7 +97,7 @@ class SelectionDoors:
 
     async def _reserved(self, call: Request, asked: _Selection, request: RouterRequest) -> object:
         assert asked.selection_id is not None
-        placed = await self._reservations.place(request, self._excluded(asked))
+        placed = await self._reservations.place(request, _excluded(asked))
         if asked.selection_id in self._reservations:
             text = f"there is a reservation {asked.selection_id!r} already"
             raise _refused(Reason.RESERVED, text)
@@ -165,14 +165,6 @@ class SelectionDoors:
         read_fields(request)
         return asked, request
 
-    def _excluded(self, asked: _Selection) -> list[Worker]:
-        allowed = asked.allowed_worker_ids
-        if asked.worker_id is not None:
-            allowed = frozenset({asked.worker_id})
-        if allowed is None:
-            return []
-        return [worker for worker in self._workers if worker_id(worker.name) not in allowed]
-
     def _answering(
         self, act: Callable[[Request], Awaitable[object]]
     ) -> Callable[[Request], Awaitable[Response]]:
@@ -191,6 +183,22 @@ class SelectionDoors:
             return Response(error_body(Api.OPENAI, refusal), refusal.status, headers)
 
         return answer
+
+
+class _Others(Container[Worker]):
+    """The workers that a caller does not allow, also those that come while its request waits."""
+
+    def __init__(self, allowed: Set[int]) -> None:
+        self._allowed = allowed
+
+    def __contains__(self, worker: object) -> bool:
+        return isinstance(worker, Worker) and worker_id(worker.name) not in self._allowed
+
+
+def _excluded(asked: _Selection) -> Container[Worker]:
+    if asked.worker_id is not None:
+        return _Others({asked.worker_id})
+    return () if asked.allowed_worker_ids is None else _Others(asked.allowed_worker_ids)
 
 
 @lru_cache(maxsize=4096)

@@ -40,7 +40,7 @@ class Siblings:
         if len(message) > _MOST_BYTES:
             return
         for other in self._others:
-            with suppress(BlockingIOError, ConnectionError):  # it reads nothing now, or has ended
+            with suppress(OSError):  # it reads nothing now, or has ended
                 other.send(message, socket.MSG_DONTWAIT)
 
     @contextmanager

@@ -75,6 +75,8 @@ CALLS = [
 TALK = [
     {"role": "system", "content": "x-anthropic-billing-header: cch=1\nBe brief."},
     {"role": "user", "content": "Hi", "name": "ann"},
+    {"role": "assistant", "content": "Well", "reasoning_content": "older name"},
+    {"role": "assistant", "content": "So", "reasoning": "newer", "reasoning_content": "older"},
     {"role": "assistant", "content": None, "tool_calls": CALLS, "reasoning": "hm"},
     {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "r"}] * 2},
     {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},

@@ -87,8 +87,11 @@ def _message(given: Mapping[str, Any], *, as_parts: bool) -> dict[str, Any]:
     if role == "assistant":
         if given.get("tool_calls"):
             made["tool_calls"] = [_call(x) for x in given["tool_calls"]]
-        if given.get("reasoning") is not None:
-            made["reasoning"] = made["reasoning_content"] = given["reasoning"]
+        reasoning = given.get("reasoning")
+        if reasoning is None:
+            reasoning = given.get("reasoning_content")  # its older name, which vLLM takes for it
+        if reasoning is not None:
+            made["reasoning"] = made["reasoning_content"] = reasoning
     elif role == "tool":
         if "tool_call_id" in given:
             made["tool_call_id"] = given["tool_call_id"]

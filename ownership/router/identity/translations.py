@@ -26,8 +26,10 @@ def from_responses(body: Body) -> Body | None:
         messages.append({"role": "user", "content": given})
     elif not _add_items(messages, given):
         return None
-    tools = body.get("tools") or ()
-    if any(not isinstance(x, Mapping) or x.get("type") != "function" for x in tools):
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or any(
+        not isinstance(x, Mapping) or x.get("type") != "function" for x in tools
+    ):
         return None
     reasoning = body.get("reasoning")
     effort = reasoning.get("effort") if isinstance(reasoning, Mapping) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 import zmq
 
 from ownership.router.view.event_stream import EventStream, Step
+
+_log = logging.getLogger(__name__)
 
 _POLL_MS = 100
 _ANSWER_S = 5.0
@@ -145,11 +148,11 @@ class EventReader:
         events = context.socket(zmq.SUB)
         events.setsockopt(zmq.RCVHWM, 100_000)
         events.setsockopt_string(zmq.SUBSCRIBE, source.topic)
-        events.connect(source.endpoint)
+        _connect(events, source.endpoint)
         replay = None
         if source.replay_endpoint:
             replay = context.socket(zmq.DEALER)
-            replay.connect(source.replay_endpoint)
+            _connect(replay, source.replay_endpoint)
         return _Connection(source, EventStream(monotonic()), events, replay)
 
     def _ask(self, connection: _Connection, now_s: float) -> None:
@@ -159,7 +162,10 @@ class EventReader:
         if connection.replay is None:
             stream.on_unanswered(now_s)
         else:
-            connection.replay.send_multipart([b"", start.to_bytes(8, "big")], zmq.NOBLOCK)
+            try:
+                connection.replay.send_multipart([b"", start.to_bytes(8, "big")], zmq.NOBLOCK)
+            except zmq.Again:  # nothing is there that takes the questions
+                stream.on_unanswered(now_s)
 
     def _read_events(self, connection: _Connection, now_s: float) -> None:
         for _ in range(_MOST_AT_ONCE):
@@ -186,3 +192,15 @@ class EventReader:
                     self._ask(connection, now_s)
             else:
                 connection.stream.on_repeated(number, parts[3], now_s)
+
+
+def _connect(socket: Any, endpoint: str) -> None:
+    """Connect a socket. With an endpoint that is none it stays silent, and that shows as a reason.
+
+    Endpoints come from servers' answers.
+    """
+    socket.setsockopt(zmq.IPV6, 1)
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        _log.warning("KV events: %s cannot be connected to: %s", endpoint, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,8 @@ from ownership.router.view.stock import StockWorkers
 from ownership.router.view.trust import Kind, Trust
 from ownership.scheduling.prefixes import worker_prefixes
 from ownership.scheduling.step import WorkerPrefix
+
+_log = logging.getLogger(__name__)
 
 _THREADS = 4
 
@@ -179,10 +182,17 @@ class PrefixViews:
         loop = asyncio.get_running_loop()
         groups = self.fleet.groups()
         naming = loop.run_in_executor(self._threads, self._name, path, body, groups)
-        done, _ = await asyncio.wait([naming], timeout=self._naming_s)
+        try:
+            done, _ = await asyncio.wait([naming], timeout=self._naming_s)
+        finally:
+            naming.cancel()  # if it is late, or the client has left, and it has not begun
         if not done:
             return PromptView(0, {}, Certainty.BLIND, (Reason.PROMPT_LATE,))
-        prompt, chains, named, by_events, doubts = naming.result()
+        try:
+            prompt, chains, named, by_events, doubts = naming.result()
+        except Exception:  # a bug: the request is served all the same
+            _log.exception("a prompt could not be named")
+            return PromptView(0, {}, Certainty.BLIND, (Reason.NO_PROMPT,))
         if prompt is None:
             return PromptView(0, {}, Certainty.BLIND, (Reason.NO_PROMPT,))
         stock = set(self.stock.servers)
@@ -252,11 +262,11 @@ class PrefixViews:
         directory = self._directory
         if directory is None:
             return Reason.NO_DIRECTORY
-        if self._breaker.admit():
-            return Reason.DIRECTORY_LATE
         keys = [key for chain in chains.values() for key in chain.keys]
         if not keys:
             return {}
+        if self._breaker.admit():
+            return Reason.DIRECTORY_LATE
         until_s = time.monotonic() + self._deadline_s
 
         def ask() -> dict[str, WorkerPrefix]:

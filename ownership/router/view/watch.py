@@ -70,6 +70,7 @@ class FleetWatch:
             self._forget(gone)
             self._views.fleet.forget(gone)
             self._end_events(gone)
+        self._samples = {key: x for key, x in self._samples.items() if key[0] in servers}
         await asyncio.gather(*(self._ask(name, ask) for name, ask in servers.items()))
 
     async def _ask(self, name: str, ask: Ask) -> None:

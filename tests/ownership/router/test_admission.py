@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Coroutine
+from dataclasses import replace
 
 import pytest
 
@@ -27,6 +28,8 @@ class Room:
         self.has_workers = True
 
     def __call__(self, wanted: RouterRequest) -> int | None:
+        if "a worker" in wanted.tried:
+            return 0
         return self.by_model[wanted.model or "any"] if self.has_workers else None
 
 
@@ -128,6 +131,31 @@ def test_a_full_model_does_not_block_another_s_requests() -> None:
         assert len(bench.entered) == 2
 
     play(story())
+
+
+def test_a_full_model_does_not_block_requests_of_the_same_client() -> None:
+    """Without API keys all clients are one."""
+
+    async def story() -> None:
+        bench = Bench(Room(a=0, b=0))
+        first, other, second = request(model="a"), request(model="b"), request(model="a")
+        kept_from_all = replace(request(model="b"), tried=Everything())
+        await bench.wait(first, kept_from_all, other, second)
+        await bench.release(model="b")
+        assert bench.entered == [other]
+        await bench.release(2, model="a")
+        assert bench.entered == [other, first, second]
+        for task in bench.tasks:
+            task.cancel()
+
+    play(story())
+
+
+class Everything:
+    """The workers that a request may not go to: all."""
+
+    def __contains__(self, worker: object) -> bool:
+        return True
 
 
 def test_the_end_of_a_pause_is_noticed_without_an_event() -> None:

@@ -14,7 +14,9 @@ import yaml
 
 from hetero_connector.errors import RouterConfigError
 from ownership.router.config import KEYS, read_config, read_workers
+from ownership.router.opening import open_identity
 from ownership.router.serving import serve
+from tests.ownership.router.identity.tokenizers_of_kinds import model_tokenizer
 
 
 def write(folder: Path, content: Any) -> Path:
@@ -179,6 +181,14 @@ def test_a_file_of_workers_may_be_empty_but_not_wrong(tmp_path: Path) -> None:
         read_workers(write(tmp_path, "a: 1"))
 
 
+@pytest.mark.parametrize("value", ["2024-02-30", "0x_", "!!int abc"])
+def test_a_file_with_a_value_that_yaml_cannot_make_is_refused(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "workers.yaml"
+    path.write_text(f"- {{url: 'http://a:1', name: {value}}}")
+    with pytest.raises(RouterConfigError, match="not YAML"):
+        read_workers(path)
+
+
 def test_secrets_are_read_from_files_and_shown_nowhere(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("hidden-text\n")
     keys = {name: str(tmp_path / "key") for name in ("api_keys", "worker_api_key")}
@@ -260,3 +270,33 @@ def test_without_the_extra_the_command_says_what_to_install(tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "aiohttp is missing: pip install 'heterocache[router]'" in done.stderr
+
+
+def test_the_chat_template_of_the_workers_is_read_from_a_file(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}<{{ m.role }}>{{ x }}{{ m.content }}{% endfor %}")
+    path = tmp_path / "fleet.yaml"
+    path.write_text(
+        f"workers: [http://a:1]\nchat_template: {template}\nchat_template_kwargs: {{x: '!'}}\n"
+    )
+    identity = open_identity(read_config(path))
+    identity.tokenizer = model_tokenizer("llama3")
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    [prompt] = identity.read("/v1/chat/completions", body)
+    assert prompt.text == "<user>!Hi"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("chat_template: /nowhere", "cannot read /nowhere: No such file or directory"),
+        ("chat_template: 5", "expected the path of a file, got 5"),
+        ("chat_template_kwargs: [x]", "expected names with values"),
+        ("chat_template_kwargs: {1: x}", "expected names with values"),
+    ],
+)
+def test_a_template_that_is_none_is_refused(line: str, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(f"workers: [http://a:1]\n{line}\n")
+    with pytest.raises(RouterConfigError, match=re.escape(problem)):
+        read_config(path)

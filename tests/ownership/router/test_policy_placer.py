@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -16,11 +17,17 @@ from hetero_connector.errors import DirectoryUnavailableError, RouterConfigError
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.profile import CostProfile, ProfileSubject
 from ownership.router.figures import WorkerFigures
+from ownership.router.identity import ChainCache, PromptIdentity
 from ownership.router.opening import open_identity
+from ownership.router.policy_placer import PolicyPlacer, _Planned
 from ownership.router.reports import reported_load
+from ownership.router.view import FleetChains, PrefixViews, Trust
 from ownership.scheduling import WorkerLoad
+from ownership.scheduling.decision import Placement, PlacementAction
 from ownership.scheduling.fleet import Role
-from ownership.scheduling.registry import POLICIES
+from ownership.scheduling.ledger import Ledger
+from ownership.scheduling.registry import POLICIES, scheduling_policy
+from ownership.scheduling.step import Step
 from tests.ownership.router.bench import RunningRouter, config_of, wait_until
 from tests.ownership.router.known_fleet import (
     PROMPT,
@@ -30,6 +37,10 @@ from tests.ownership.router.known_fleet import (
     running,
     worker_of,
 )
+from tests.ownership.router.test_admission import request
+from tests.ownership.router.test_workers import workers_of
+from tests.ownership.scheduling.fleets import fleet_of
+from tests.ownership.scheduling.fleets import worker as fleet_worker
 from tests.planner.chains import DENSE, costs_of
 
 
@@ -258,3 +269,28 @@ def test_a_load_is_read_from_the_metrics_of_all_engines() -> None:
     )
     assert reported_load(metrics) == WorkerLoad(600, 2, 4, 800)
     assert reported_load("python_info 1.0\n") is None
+    without = "\n".join(x for x in metrics.splitlines() if "tokens_sum" not in x)
+    assert reported_load(without) == WorkerLoad(0, 2, 4, 800)
+
+
+def test_a_prefill_that_fails_after_its_decoder_left_the_fleet_costs_no_answer() -> None:
+    """The worker ends what it has begun, and is not in the ledger any more."""
+    views = PrefixViews(PromptIdentity(None, ChainCache()), FleetChains(), Trust(), None)
+    placer = PolicyPlacer(scheduling_policy("ownerserve", Random(0)), views, WorkerFigures())
+    placer._ledger = Ledger(fleet_of(fleet_worker("a")))
+    [worker] = workers_of("gone")[1]
+    any_view: Any = None
+    placed = _Planned(
+        request=request(),
+        worker=worker,
+        step=Step(prompt_tokens=10),
+        placement=Placement(PlacementAction.REMOTE_PREFILL, "gone", "also gone"),
+        view=any_view,
+        decision=None,
+        decoded={},
+    )
+    placer.on_prefilled(placed, b"", "the worker was lost", 1.0)
+    assert placed.placement == Placement(PlacementAction.COLOCATED_PREFILL, "gone", "gone")
+    placer.on_first_byte(placed, 2.0)
+    placer.on_ended(placed, 5, 3.0)
+    views.close()

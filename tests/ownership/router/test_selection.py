@@ -19,6 +19,7 @@ from ownership.router.metrics import RouterMetrics
 from ownership.router.placer import LeastLoaded
 from ownership.router.proxy import Proxy
 from ownership.router.reservations import Reservations
+from ownership.router.selection import _excluded, _Selection, worker_id
 from ownership.router.spans import RouterSpans
 from tests.ownership.router.bench import PATIENCE_S, RunningRouter, config_of, wait_until
 from tests.ownership.router.conftest import StartRouter
@@ -199,3 +200,14 @@ def test_a_reservation_whose_worker_answers_ends_the_worker_s_pause() -> None:
         return worker.breaker.is_open
 
     assert not asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
+
+
+def test_a_worker_that_comes_later_is_excluded_too() -> None:
+    wanted = workers_of("one", "two")[1][0]
+    others = [*workers_of("one", "two")[1], *workers_of("three")[1]]
+    by_id = _excluded(_Selection(worker_id=worker_id(wanted.name)))
+    assert [x.name for x in others if x not in by_id] == ["one"]
+    allowed = frozenset({worker_id("two"), worker_id("three")})
+    by_list = _excluded(_Selection(allowed_worker_ids=allowed))
+    assert [x.name for x in others if x not in by_list] == ["two", "three"]
+    assert not [x for x in others if x in _excluded(_Selection())]

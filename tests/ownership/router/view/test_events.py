@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.distributed import kv_events as theirs
@@ -27,7 +28,7 @@ from ownership.router.view import (
     Trust,
 )
 from ownership.router.view.block_index import BlockIndex, BlockRemoved, BlockStored, block_naming
-from ownership.router.view.event_reader import event_sources
+from ownership.router.view.event_reader import EventSource, event_sources
 from ownership.router.view.event_stream import SILENT_S, EventStream, Step
 from ownership.scheduling.step import WorkerPrefix
 from tests.ownership.router.bench import wait_until
@@ -288,6 +289,50 @@ def test_events_that_vllm_no_longer_repeats_are_missed_until_it_starts_again() -
         worker.publish(stored(0, 2))
         wait_until(lambda: router.seen() == ({"one": 2 * SIZE}, ()))
         assert router.seen(later_s=SILENT_S + 5.0)[1] == ("events_silent",)
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://host", "tcp://127.0.0.1:*", "nonsense"])
+def test_an_endpoint_that_is_none_costs_no_other_worker_its_events(endpoint: str) -> None:
+    worker = Worker()
+    worker.publish(stored(0, 2))
+    with routed(one=worker) as router:
+        router.reader.follow("bad", [EventSource(endpoint, endpoint)])
+        wait_until(lambda: router.reader.streams("bad"))
+        wait_until(lambda: router.seen()[0] == {"one": 2 * SIZE})
+        worker.publish(stored(2, 3))
+        wait_until(lambda: router.seen()[0] == {"one": 3 * SIZE})
+
+
+def test_questions_that_nothing_takes_are_unanswered() -> None:
+    """ZMQ keeps a thousand of them."""
+    reader = EventReader()
+    context = zmq.Context()
+    [port] = free_ports(1)
+    source = EventSource(f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port}")
+    connection = reader._open(context, source)
+    try:
+        for _ in range(1_100):
+            reader._ask(connection, time.monotonic())
+        assert not connection.stream.has_waited(time.monotonic() + 60.0, 1.0), "none is awaited"
+    finally:
+        connection.events.close(linger=0)
+        connection.replay.close(linger=0)
+        context.destroy(linger=0)
+        reader.close()
+
+
+def test_events_arrive_over_ipv6() -> None:
+    reader, context = EventReader(), zmq.Context()
+    publisher = context.socket(zmq.XPUB)
+    publisher.setsockopt(zmq.IPV6, 1)
+    port = publisher.bind_to_random_port("tcp://[::1]")
+    try:
+        reader.follow("six", [EventSource(f"tcp://[::1]:{port}", "")])
+        assert publisher.poll(10_000), "the router has subscribed"
+    finally:
+        reader.close()
+        publisher.close(linger=0)
+        context.destroy(linger=0)
 
 
 def test_a_router_without_event_streams_uses_no_cpu_for_them() -> None:

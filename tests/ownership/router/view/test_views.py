@@ -15,6 +15,7 @@ from hetero_connector.errors import DirectoryUnavailableError
 from hetero_connector.session_ids import model_digest, tenant_of
 from hetero_connector.spec import StateType
 from ownership.directory import Claim, Copy, Directory, Worker
+from ownership.directory.breaker import CircuitBreaker
 from ownership.directory.memory import MemoryDirectory
 from ownership.router.identity import ChainCache, ModelTokenizer, Prompt, PromptIdentity
 from ownership.router.view import (
@@ -178,6 +179,68 @@ def test_prompts_that_take_long_to_name_hold_up_no_other(fleet: Fleet) -> None:
     finally:
         end.set()
         views.close()
+
+
+def test_prompts_that_nobody_waits_for_any_more_are_not_named(fleet: Fleet) -> None:
+    """Else a burst would leave work behind that makes all later prompts late."""
+    begun, end = list[object](), threading.Event()
+
+    class Slow(PromptIdentity):
+        def read(self, path: str, body: object) -> list[Prompt]:
+            begun.append(body)
+            end.wait()
+            return super().read(path, body)
+
+    slow = Slow(fleet.views.identity.tokenizer, ChainCache())
+    views = PrefixViews(slow, fleet.chains, fleet.trust, fleet.directory, naming_s=0.05)
+
+    async def burst() -> None:
+        asked = [
+            asyncio.ensure_future(views.find("/v1/completions", {"prompt": [n]}, 1.0))
+            for n in range(40)
+        ]
+        await asyncio.sleep(0.01)
+        asked[-1].cancel()  # its client has left
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    try:
+        asyncio.run(burst())
+        threads = len(begun)
+        end.set()
+    finally:
+        views._threads.shutdown(wait=True)
+        views.close()
+    assert len(begun) == threads < 10
+
+
+def test_a_prompt_that_cannot_be_named_by_a_bug_is_served(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet.add("http://one")
+    fleet.views.identity.read = lambda path, body: [][0]  # type: ignore[method-assign]
+    view = fleet.find({"prompt": TEXT})
+    assert (view.certainty, view.reasons) == (Certainty.BLIND, ("no_prompt",))
+    assert "a prompt could not be named" in caplog.text
+
+
+@pytest.mark.parametrize("tools", [5, True, "f", {"type": "function"}])
+def test_tools_that_are_no_list_are_not_translated(fleet: Fleet, tools: object) -> None:
+    fleet.add("http://one")
+    body = {"model": "served", "input": "Hi", "tools": tools}
+    assert "not_translated" in fleet.find(body, path="/v1/responses").reasons
+
+
+def test_short_prompts_leave_the_directory_s_trial_to_others(fleet: Fleet) -> None:
+    now_s = 100.0
+    fleet.views._breaker = CircuitBreaker(lambda: now_s)
+    fleet.add("http://one")
+    fleet.directory.error = DirectoryUnavailableError("gone")
+    assert fleet.find({"prompt": TEXT}).reasons == ("directory_failed",)
+    fleet.directory.error = None
+    now_s += 3600.0
+    for _ in range(3):
+        assert fleet.find({"prompt": [1, 2, 3]}).reasons == ()
+    assert fleet.find({"prompt": TEXT}).reasons == ()
 
 
 def test_nothing_is_known_without_servers_or_prompts(fleet: Fleet) -> None:

@@ -1,0 +1,150 @@
+"""Probes: which exchanges of a worker that does not answer are ended, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from ownership.router.config import RouterConfig
+from ownership.router.probes import Prober
+from ownership.router.workers import Exchange, Worker, WorkerSet, WorkerState
+from tests.ownership.router.test_workers import workers_of
+
+PROBE_S = 0.02
+
+
+class Probes(Prober):
+    """Probes whose answers a test sets."""
+
+    def __init__(self, workers: WorkerSet) -> None:
+        session: Any = None
+        super().__init__(workers, session, RouterConfig(probe_s=PROBE_S))
+        self.problem: Exception | None = None
+        self.asked = 0
+
+    async def _ask(self, worker: Worker) -> Exception | None:
+        self.asked += 1
+        return self.problem
+
+    async def several(self, count: int = 6) -> None:
+        until = self.asked + count
+        while self.asked < until:
+            await asyncio.sleep(PROBE_S / 4)
+
+
+async def exchanging(worker: Worker) -> tuple[Exchange, asyncio.Task[None]]:
+    """Return an exchange that is under way, and the task that ends with it."""
+    exchange = Exchange(asyncio.timeout(None), sent_s=monotonic(), heard_s=monotonic())
+
+    async def exchange_all() -> None:
+        worker.exchanges.add(exchange)
+        try:
+            async with exchange.patience:
+                await asyncio.Event().wait()
+        except TimeoutError:
+            pass
+        finally:
+            worker.exchanges.discard(exchange)
+
+    task = asyncio.create_task(exchange_all())
+    await asyncio.sleep(0)
+    return exchange, task
+
+
+def play(story: Callable[[Probes, WorkerSet, Worker], Awaitable[None]]) -> None:
+    async def run() -> None:
+        workers, [worker] = workers_of("one")
+        probes = Probes(workers)
+        probes.follow()
+        try:
+            await story(probes, workers, worker)
+        finally:
+            await probes.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_refused_probe_takes_a_worker_out_and_cuts_no_stream_that_lives() -> None:
+    async def story(probes: Probes, workers: WorkerSet, worker: Worker) -> None:
+        exchange, task = await exchanging(worker)
+
+        async def hear() -> None:
+            while True:
+                exchange.heard_s = monotonic()
+                await asyncio.sleep(PROBE_S / 4)
+
+        tokens = asyncio.create_task(hear())
+        await probes.several()
+        probes.problem = ConnectionRefusedError()
+        await probes.several(1)
+        assert worker.state is WorkerState.DOWN
+        exchange.heard_s = monotonic() + 60.0  # whatever this machine does meanwhile
+        tokens.cancel()
+        await probes.several()
+        assert not task.done()
+        task.cancel()
+
+    play(story)
+
+
+def test_a_worker_that_refuses_twice_loses_what_it_does_not_answer() -> None:
+    async def story(probes: Probes, workers: WorkerSet, worker: Worker) -> None:
+        _, task = await exchanging(worker)
+        probes.problem = ConnectionRefusedError()
+        await task
+
+    play(story)
+
+
+def test_the_requests_of_a_worker_that_left_end_once_it_is_silent() -> None:
+    """A machine may vanish, and its name with it, before its probes have failed."""
+
+    async def story(probes: Probes, workers: WorkerSet, worker: Worker) -> None:
+        _, task = await exchanging(worker)
+        workers.set_addresses([])
+        probes.follow()
+        await probes.several()
+        assert not task.done()
+        probes.problem = TimeoutError()
+        await task
+        asked = probes.asked
+        await asyncio.sleep(6 * PROBE_S)
+        assert probes.asked <= asked + 1, "it has nothing any more"
+
+    play(story)
+
+
+def test_a_worker_that_left_and_takes_nothing_new_ends_what_it_has_begun() -> None:
+    async def story(probes: Probes, workers: WorkerSet, worker: Worker) -> None:
+        _, task = await exchanging(worker)
+        workers.set_addresses([])
+        probes.follow()
+        probes.problem = ConnectionRefusedError()
+        await probes.several()
+        assert not task.done()
+        task.cancel()
+
+    play(story)
+
+
+@pytest.mark.parametrize("has_exchange", [False, True])
+def test_a_worker_that_comes_back_is_probed_by_one_task(has_exchange: bool) -> None:
+    async def story(probes: Probes, workers: WorkerSet, worker: Worker) -> None:
+        task = (await exchanging(worker))[1] if has_exchange else None
+        address = worker.address
+        workers.set_addresses([])
+        probes.follow()
+        workers.set_addresses([address])
+        probes.follow()
+        [again] = workers
+        assert (again is worker) == has_exchange
+        assert len(probes._tasks) == 1
+        if task is not None:
+            task.cancel()
+        await probes.several()
+
+    play(story)
