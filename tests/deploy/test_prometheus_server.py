@@ -26,6 +26,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.prometheus import HeteroPromMetrics
 from hetero_connector.metrics import GAUGES, HISTOGRAMS, METRICS, METRICS_BY_KIND, Recorder
+from ownership.router.metrics import RouterMetrics
 from scripts import make_dashboard
 from tests.deploy.promql import THEIR_LABELS
 from tests.deploy.test_promql import ROOT, documented
@@ -56,7 +57,8 @@ def record_everything(recorder: Recorder) -> None:
 
 @pytest.fixture(scope="module")
 def exporter() -> Iterator[int]:
-    """A server as an engine's: every metric of ours, and those of vLLM that queries use."""
+    """A server as an engine's and a router's: every metric of ours, and those of vLLM that queries
+    use."""
     registry = CollectorRegistry()
 
     def registered(kind: type) -> Callable[..., Any]:
@@ -71,13 +73,14 @@ def exporter() -> Iterator[int]:
         )
         for name, labels in THEIR_LABELS.items()
     }
-    stopped = threading.Event()
+    router, stopped = RouterMetrics(), threading.Event()
 
     def work() -> None:
         recorder = Recorder()
         while not stopped.wait(0.2):
             record_everything(recorder)
             ours.observe(recorder.drain() or {})
+            router.doubts.labels("no_chains").inc()
             for name, labels in THEIR_LABELS.items():
                 for values in product(*(VALUES[label] for label in sorted(labels))):
                     child = theirs[name].labels(*LABELS.values(), *values)
@@ -93,7 +96,7 @@ def exporter() -> Iterator[int]:
             self.send_response(200)
             self.send_header("Content-Type", "text/plain; version=0.0.4")
             self.end_headers()
-            self.wfile.write(generate_latest(registry))
+            self.wfile.write(generate_latest(registry) + router.text())
 
         def log_message(self, *args: object) -> None:
             """Print nothing."""
