@@ -53,7 +53,7 @@ def write_adapter(path: Path, seed: int) -> Path:
             stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
             tensors[f"{stem}.lora_A.weight"] = torch.randn(_RANK, _HIDDEN, generator=rng) / 11
             tensors[f"{stem}.lora_B.weight"] = torch.randn(out, _RANK, generator=rng) / 3
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     save_file(tensors, path / "adapter_model.safetensors")
     config = {
         "peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": list(_OUT),
@@ -203,6 +203,7 @@ def test_an_adapter_is_what_was_loaded_and_not_what_a_later_request_finds(
     answer = adapters.answer(lora)
     forget_local(adapters.llm)
     assert adapters.answer(lora).num_cached_tokens == 0
+    settle(adapters.llm)
     assert len(sealed(adapters.llm)) == before
     other = LoRARequest("other", 11, str(path))
     changed = adapters.answer(other)
@@ -221,6 +222,7 @@ def test_nothing_is_stored_under_an_adapter_that_was_replaced_in_place(
     paths = [str(write_adapter(tmp_path / name, seed)) for name, seed in (("one", 5), ("two", 6))]
     one = LoRARequest("x", 12, paths[0])
     first = adapters.answer(one)
+    settle(adapters.llm)
     before = len(sealed(adapters.llm))
     assert before > 0
     assert adapters.llm.llm_engine.add_lora(LoRARequest("x", 12, paths[1], load_inplace=True))
@@ -228,6 +230,7 @@ def test_nothing_is_stored_under_an_adapter_that_was_replaced_in_place(
     second = adapters.answer(one)  # a request that was sent before
     assert second.num_cached_tokens == 0
     assert delta(first, second) > VISIBLE, "vLLM computes it with the new weights"
+    settle(adapters.llm)
     assert len(sealed(adapters.llm)) == before
 
 
