@@ -93,7 +93,8 @@ def _add_to_assistant(messages: list[Message], last: Message | None, name: str, 
 def from_messages(body: Body) -> Body | None:
     """Return the chat request of a Messages request.
 
-    System messages after the first stay where they are, as with templates that take them there.
+    Messages of the role "system" are not translated: vLLM merges them into the first, or not, by
+    what the model's template takes.
     """
     given, tools, thinking = body.get("messages"), body.get("tools"), body.get("thinking")
     if not isinstance(given, list) or not _are_plain(tools):
