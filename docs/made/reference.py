@@ -39,15 +39,11 @@ def router() -> str:
     from ownership.router.config import KEYS
     from ownership.router.metrics import RouterMetrics
 
+    metrics = RouterMetrics()
+    labels = {name: ", ".join(f"`{x}`" for x in given) for name, given in metrics.labels().items()}
     rows = [
-        [
-            f"`{metric.name}`",
-            metric.type,
-            ", ".join(f"`{x}`" for x in collector._labelnames),  # type: ignore[attr-defined]
-            metric.documentation,
-        ]
-        for collector in RouterMetrics().registry._collector_to_names
-        for metric in collector.collect()
+        [f"`{metric.name}`", metric.type, labels[metric.name], metric.documentation]
+        for metric in metrics.registry.collect()
     ]
     return f"""{NOTE}# The router's configuration and metrics
 

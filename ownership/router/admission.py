@@ -59,7 +59,7 @@ class FairQueue:
         known: dict[str | None, bool] = {}
 
         def runs(request: RouterRequest) -> bool:
-            if request.tried not in ((), []):  # it may not go to every worker of its model
+            if request.tried:  # it may not go to every worker of its model
                 return can_run(request)
             if request.model not in known:
                 known[request.model] = can_run(request)

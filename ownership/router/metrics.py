@@ -87,6 +87,11 @@ class RouterMetrics:
             self._up.labels(name).set(value)
         self._workers |= is_up.keys()
 
+    def labels(self) -> dict[str, tuple[str, ...]]:
+        """Return the labels of each metric, by all its names in Prometheus."""
+        known = self.registry._collector_to_names.items()
+        return {name: collector._labelnames for collector, names in known for name in names}  # type: ignore[attr-defined]
+
     def text(self) -> bytes:
         """Return the values of all processes of this router, as Prometheus reads them."""
         if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):

@@ -200,9 +200,8 @@ class PolicyPlacer:
             self._ledger.failed(placed, now_s)
             placed.placement = whole(placed.placement)
             placed.action = placed.placement.action
-            if (
-                placed.placement.prefill_worker in self._ledger.workers
-            ):  # else it ends what it has begun
+            # One that has left the fleet only ends what it has begun, and counts no more.
+            if placed.placement.prefill_worker in self._ledger.workers:
                 self._ledger.sent(placed, Work.of(placed.step, placed.placement), now_s)
         else:
             self._ledger.handed_off(placed, now_s)

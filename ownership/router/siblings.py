@@ -40,7 +40,7 @@ class Siblings:
         if len(message) > _MOST_BYTES:
             return
         for other in self._others:
-            with suppress(OSError):  # it reads nothing now, or has ended
+            with suppress(OSError):  # it reads nothing now, has ended, or memory is short
                 other.send(message, socket.MSG_DONTWAIT)
 
     @contextmanager

@@ -23,11 +23,7 @@ THEIR_LABELS = {
     "vllm:time_to_first_token_seconds": set(),
 }
 """The metrics of vLLM that queries use, with their labels besides those of all."""
-OF_ROUTER = {
-    name: set(collector._labelnames)  # type: ignore[attr-defined]
-    for collector, names in RouterMetrics().registry._collector_to_names.items()
-    for name in names
-}
+OF_ROUTER = RouterMetrics().labels()
 """The labels of the router's metrics, by their names in Prometheus."""
 _VARIABLES = {"$__rate_interval": "5m", "$__range": "1h"}
 _SUFFIX = re.compile(r"_(total|bucket|sum|count)$")
@@ -94,7 +90,7 @@ def check(query: str) -> None:
             known |= set(METRICS[use.metric].labels)
         elif use.metric.startswith("heterocache_router_"):
             assert use.name in OF_ROUTER, f"the router has no metric {use.name}"
-            known |= OF_ROUTER[use.name]
+            known |= set(OF_ROUTER[use.name])
         elif use.metric in NATIVE_NAMES:
             known |= {"transfer_type"}
         else:

@@ -188,10 +188,9 @@ def test_containers_are_given_more_time_to_stop_than_vllm(services: dict[str, An
 def test_prometheus_scrapes_every_server_and_grafana_asks_it(services: dict[str, Any]) -> None:
     prometheus = yaml.safe_load((DEPLOY / "prometheus/prometheus.yaml").read_text())
     scraped = {
-        job["job_name"]: target
+        job["job_name"]: config["targets"]
         for job in prometheus["scrape_configs"]
         for config in job["static_configs"]
-        for target in [config["targets"]]
     }
     assert scraped == {"vllm": [f"{name}:8000" for name in SERVERS], "router": ["router:8080"]}
     mounted = {target for _, target in mounts(services["prometheus"])}

@@ -316,7 +316,9 @@ class _Adapters:
             self.by_name[lora.lora_name] = digest
             return None
         self.distrust(lora)
-        return IdentityError("its files changed; load them under another name")
+        return IdentityError(
+            "its files changed, or were replaced in place; load them under another name"
+        )
 
     def distrust(self, lora: LoRARequest) -> None:
         """Note that the content under the adapter's id is unknown, and that of its pages."""

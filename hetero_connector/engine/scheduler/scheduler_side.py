@@ -443,7 +443,7 @@ class SchedulerSide:
     def _has_news(self) -> bool:
         """Return whether a step would report metrics or block events, or adopt a fleet's reset.
 
-        On any thread. Routers and other engines wait for a reset to be adopted.
+        On any thread. Publishes the store's health first. Others wait for a reset to be adopted.
         """
         self.store.publish_health()  # its own I/O thread does not while it hangs
         has_events = self._events is not None and self._events.has_news

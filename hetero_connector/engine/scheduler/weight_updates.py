@@ -139,9 +139,9 @@ def _observe_adapters(core: type, original: Callable[..., bool]) -> None:
         before, digest = _digest(lora_request), None
         try:
             is_loaded = original(self, lora_request)
-            digest = _digest(lora_request)
-            if before not in (None, digest):  # None: vLLM has fetched the files
-                digest = None
+            after = _digest(lora_request)
+            if before in (None, after):  # None: the load itself has fetched the files
+                digest = after
         finally:  # a call that fails may have loaded it on some ranks
             for listener in listeners:
                 listener.on_adapter_loaded(lora_request, digest)

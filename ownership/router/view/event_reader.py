@@ -148,11 +148,11 @@ class EventReader:
         events = context.socket(zmq.SUB)
         events.setsockopt(zmq.RCVHWM, 100_000)
         events.setsockopt_string(zmq.SUBSCRIBE, source.topic)
-        _connect(events, source.endpoint)
+        _connect_socket(events, source.endpoint)
         replay = None
         if source.replay_endpoint:
             replay = context.socket(zmq.DEALER)
-            _connect(replay, source.replay_endpoint)
+            _connect_socket(replay, source.replay_endpoint)
         return _Connection(source, EventStream(monotonic()), events, replay)
 
     def _ask(self, connection: _Connection, now_s: float) -> None:
@@ -194,10 +194,10 @@ class EventReader:
                 connection.stream.on_repeated(number, parts[3], now_s)
 
 
-def _connect(socket: Any, endpoint: str) -> None:
-    """Connect a socket. With an endpoint that is none it stays silent, and that shows as a reason.
+def _connect_socket(socket: Any, endpoint: str) -> None:
+    """Connect a socket; if the endpoint is not valid, log that, and the socket stays silent.
 
-    Endpoints come from servers' answers.
+    Endpoints come from servers' answers. Requests then have the reason `events_silent`.
     """
     socket.setsockopt(zmq.IPV6, 1)
     try:
