@@ -140,8 +140,9 @@ format: venv  ## Let ruff rewrite
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-bench: venv  ## Figures and plots
+bench: venv  ## Figures and plots; MOONCAKE=trace SESSIONS=trace for those of the simulator
 	$(RUN) -m benchmarks.restore --json
+	$(RUN) -m benchmarks.scheduler_hook --json
 	$(RUN) -m benchmarks.layerwise_transfer --json
 	$(RUN) -m benchmarks.planner --json
 	$(RUN) -m benchmarks.peer --json
@@ -151,7 +152,7 @@ bench: venv  ## Figures and plots
 	$(RUN) -m benchmarks.router_overload --json
 	$(RUN) -m benchmarks.router_corpora --json
 	$(RUN) -m benchmarks.scheduling --json
-	$(RUN) -m benchmarks.simulator --json
+	$(RUN) -m benchmarks.simulator $(if $(MOONCAKE),--mooncake $(MOONCAKE)) $(if $(SESSIONS),--sessions $(SESSIONS)) --json
 	$(RUN) -m benchmarks.xpyd --json
 	$(RUN) docs/generate.py
 

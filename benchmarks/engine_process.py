@@ -19,9 +19,15 @@ from typing import Any
 import numpy as np
 
 from examples.serving import engine_arguments, kv_transfer_config, use_engine_environment
+from hetero_connector.units import GIB
 
 CHECKPOINTS = Path(__file__).parents[1] / ".cache" / "checkpoints"
 _FLUSH_DEADLINE_S = 120.0
+_ON_A_GPU = {"kv_cache_memory_bytes": GIB, "gpu_memory_utilization": 0.2}
+"""The KV cache of a CPU's engine. vLLM starts if that part of the memory is free; with its default
+of 0.92 a second engine would not start."""
+_WAKING_TOKENS = 8
+"""Fewer than a block, so that nothing of them is kept."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,10 @@ class EngineProcess:
         """Complete a prompt. With `recompute` no cached state is used."""
         timing: Timing = self.call("complete", list(prompt), tokens, recompute)
         return timing
+
+    def wake(self) -> None:
+        """Compute a few tokens: after a pause the next answer would take longer for that."""
+        self.complete(prompt_tokens(_WAKING_TOKENS, 0))
 
     def reset_prefix_cache(self) -> None:
         """Empty the engine's own prefix cache, not the connector's store."""
@@ -135,6 +145,8 @@ class Engine:
 
         torch.set_num_threads(1)
         arguments = engine_arguments(model) | dict(engine_args)
+        if torch.cuda.is_available():
+            arguments = _ON_A_GPU | arguments
         if extra is not None:
             # The cost of a restore from a given tier is measured, not the planner's choice.
             extra = {"planner": "always_load", "prefetch": "off", **extra}

@@ -28,8 +28,8 @@ ROOT = Path(__file__).parents[1]
 PASSED, FAILED, NOTHING_TO_CHECK_ON = 0, 1, 3
 STEPS: Mapping[str, Sequence[str]] = {
     "exactness": ("pytest", "-q", "tests/engine/test_exactness.py", "tests/engine/test_replay.py"),
-    "layerwise": ("benchmarks.layerwise_transfer", "--json"),
-    "restore": ("benchmarks.restore", "--json"),
+    "layerwise": ("benchmarks.layerwise_transfer", "--json", "--no-files"),
+    "restore": ("benchmarks.restore", "--json", "--no-files"),
 }
 """Modules that are run, with their arguments."""
 PUBLIC = "public"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import shutil
 import statistics
 import tempfile
@@ -209,10 +210,12 @@ def measure_overlap(repeats: int) -> dict[str, float]:
             for _ in range(8):  # computes it, then touches every page of the engine's cache
                 engine.complete(prompt)
                 engine.reset_prefix_cache()
+        order = random.Random(0)
         for _ in range(repeats):
-            for name, engine in engines.items():
-                samples.add(name, engine.complete(prompt).ttft_s)
-                samples.add(f"{name}: local", engine.complete(prompt).ttft_s)
+            for name, engine in order.sample(list(engines.items()), len(engines)):
+                for sample in (name, f"{name}: local"):
+                    engine.wake()
+                    samples.add(sample, engine.complete(prompt).ttft_s)
                 engine.reset_prefix_cache()
     return samples.medians()
 
@@ -277,6 +280,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
+    parser.add_argument("--no-files", action="store_true", help="write nothing to results/")
     parser.add_argument("--dir", type=Path, help="directory of the SSD files (default: .cache)")
     arguments = parser.parse_args()
     parent = arguments.dir or Path.cwd() / ".cache"
@@ -292,7 +296,15 @@ def main() -> None:
     text = _report(copies, overlap, ssd, figures)
     details = {"overlap": overlap, "ssd": ssd, "copies": [vars(c) for c in copies]}
     plot = partial(_plot, copies, ssd)
-    publish("layerwise_transfer", text, figures, details, as_json=arguments.json, plot=plot)
+    publish(
+        "layerwise_transfer",
+        text,
+        figures,
+        details,
+        as_json=arguments.json,
+        write=not arguments.no_files,
+        plot=plot,
+    )
 
 
 def _figures(

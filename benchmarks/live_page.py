@@ -6,9 +6,11 @@ cores of the engine would be measured with its own work.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,9 @@ from examples.checkpoints import write_checkpoint
 from examples.serving import Server, kv_transfer_config
 
 MODEL = "gemma3"
+_DECODE_S = "vllm:request_decode_time_seconds"
+"""The engine's histogram of seconds from a request's first token to its last."""
+_COUNTED_WITHIN_S = 30.0
 _TURNS = 12
 _REQUESTS = 8
 _PROMPT_TOKENS = 256
@@ -30,7 +35,7 @@ _SESSIONS = 40
 
 @dataclass(frozen=True)
 class DecodeTiming:
-    """Seconds of the same batch of decodes, in the order of the turns."""
+    """Mean seconds of a batch's decodes, in the order of the turns."""
 
     alone_s: list[float]
     watched_s: list[float]
@@ -52,15 +57,16 @@ def measure(turns: int = _TURNS) -> DecodeTiming:
     with tempfile.TemporaryDirectory() as folder, _server(Path(folder)) as server:
         for number in range(_SESSIONS):
             _fill(server, number)
-        _decode(server, 0)
+        seeds = itertools.count(_SESSIONS)
+        _decode(server, seeds)
         alone, watched, sizes = list[float](), list[float](), list[int]()
         for turn in range(1, turns + 1):
             for is_watched in (turn % 2 == 0, turn % 2 == 1):
                 if not is_watched:
-                    alone.append(_decode(server, turn))
+                    alone.append(_decode(server, seeds))
                     continue
                 with viewer(f"{server.url}/v1/heterocache/live") as size_bytes:
-                    watched.append(_decode(server, turn))
+                    watched.append(_decode(server, seeds))
                     sizes.append(size_bytes)
     return DecodeTiming(alone, watched, max(sizes))
 
@@ -82,13 +88,31 @@ def _fill(server: Server, number: int) -> None:
         server.reset_prefix_cache()
 
 
-def _decode(server: Server, turn: int) -> float:
-    """Return the seconds of a batch of decodes from their first token to the end."""
-    prompts = [prompt_tokens(_PROMPT_TOKENS, 1000 * turn + x) for x in range(_REQUESTS)]
+def _decode(server: Server, seeds: Iterator[int]) -> float:
+    """Return the mean seconds of a batch's decodes, each from its first token to the end.
+
+    The prompts are new: restored state would shorten what comes before the first token, and let
+    decodes of one batch begin at other times than those of another.
+    """
+    prompts = [prompt_tokens(_PROMPT_TOKENS, next(seeds)) for _ in range(_REQUESTS)]
+    before, before_s = _decodes(server)
     with ThreadPoolExecutor(_REQUESTS) as pool:
-        started = time.perf_counter()
         list(pool.map(lambda prompt: _complete(server, prompt, _NEW_TOKENS), prompts))
-        return time.perf_counter() - started
+    deadline = time.monotonic() + _COUNTED_WITHIN_S
+    while True:  # an answer may arrive before it is counted
+        count, seconds = _decodes(server)
+        if count - before == _REQUESTS:
+            return (seconds - before_s) / _REQUESTS
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{count - before} of {_REQUESTS} decodes were counted")
+
+
+def _decodes(server: Server) -> tuple[int, float]:
+    """Return the number of all decodes until now, and their seconds."""
+    count, seconds = (
+        sum(value for _, value in server.series(f"{_DECODE_S}_{what}")) for what in ("count", "sum")
+    )
+    return int(count), seconds
 
 
 def _complete(server: Server, prompt: list[int], tokens: int, session: str = "") -> None:

@@ -9,7 +9,7 @@ start at such a rate (`sessions_per_s`) that the servers are busy for about thre
 time on this machine; `--rate` gives another.
 
 With `--rounds` every policy plays the first round, and those whose task time was at most `_CLOSE`
-times `ownerserve`'s the further ones.
+times `ownerserve`'s the further ones. `--policies` plays only some, and writes no results.
 
 `live_over_best`: `ownerserve`'s task time over the best policy's, the worse of both setups.
 `ownerserve` plays first and once more last. `last_over_first` is how far two runs of one policy are
@@ -122,6 +122,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="the figures as a last line of JSON")
     parser.add_argument("--quick", action="store_true", help="few sessions; writes no results")
     parser.add_argument("--model", default="dense-bench")
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        default=EVERYWHERE + POOLS,
+        metavar="POLICY",
+        choices=EVERYWHERE + POOLS,
+        help="next to ownerserve (default: all)",
+    )
     parser.add_argument("--setups", nargs="+", default=list(SETUPS), choices=list(SETUPS))
     parser.add_argument("--sessions", type=Path, metavar="FILE", help="a recorded trace, scaled")
     parser.add_argument("--number", type=int, default=30, help="sessions of a run")
@@ -159,7 +167,8 @@ def main() -> None:
     best = [figures[name]["live_over_best"] for name in given.setups]
     figures = {"live_over_best": max(best), **figures, **figures[given.setups[0]]["twin"]}
     text = "\n\n".join([f"begin: {begin}\nend: {machine_line()}", *texts])
-    publish("live_policies", text, figures, details, as_json=given.json, write=not given.quick)
+    is_whole = not given.quick and {*given.policies, OWN} == {*EVERYWHERE, *POOLS}
+    publish("live_policies", text, figures, details, as_json=given.json, write=is_whole)
 
 
 @contextmanager
@@ -240,7 +249,7 @@ def fitting_rate(tried: Run, cores: float) -> float:
 def compare(model: str, setup: Setup, given: argparse.Namespace) -> Found:
     """Play sessions under all policies, and in the simulator under `ownerserve`."""
     count = len(setup.pools)
-    policies = (*EVERYWHERE, *POOLS)
+    policies = (OWN, *(x for x in (*EVERYWHERE[1:], *POOLS) if x in given.policies))
     with (
         files(given.keep, setup.name) as folder,
         fleet_of(model, setup, folder, given) as fleet,

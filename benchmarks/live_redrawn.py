@@ -2,8 +2,9 @@
 
 `benchmarks.live_policies` plays one draw of sessions on real servers, once or a few times: two runs
 of one policy differ by as much as most policies do. The simulator plays many other draws in no
-time. It takes the costs that those servers learned, from that benchmark's newest result, and the
-model and the sizes from a server that is started and asked.
+time. It takes the costs that those servers learned, from that benchmark's newest result that has
+all setups (or from `--result`), and the model and the sizes from a server that is started and
+asked.
 
 `redrawn_over_best`: `ownerserve`'s mean task time over the best policy's, the worse of all setups.
 Ratios are to `ownerserve`'s task time, with 95 % intervals over draws. `real` is the ratio on the
@@ -57,7 +58,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="the figures as a last line of JSON")
     parser.add_argument("--quick", action="store_true", help="few draws; writes no results")
-    parser.add_argument("--result", type=Path, default=newest(), help="of live_policies, as JSON")
+    parser.add_argument(
+        "--result", type=Path, help="of live_policies (default: the newest with all setups)"
+    )
     parser.add_argument("--number", type=int, default=30, help="sessions of a draw")
     parser.add_argument(
         "--rate", type=float, help="sessions started per second (default: the result's)"
@@ -66,8 +69,9 @@ def main() -> None:
     given = parser.parse_args()
     stop_servers_on_sigterm()
     draws = 2 if given.quick else given.draws
+    given.result = given.result or newest()
     result = json.loads(given.result.read_text())
-    names = [name for name in SETUPS if name in result["figures"]]
+    names = _setups_of(result)
     profiles = {name: profile_of(result["details"][name]["twin"]["profile"]) for name in names}
     machine = machine_of(profiles[names[0]].model)
     figures: dict[str, Any] = {}
@@ -93,8 +97,13 @@ def main() -> None:
 
 
 def newest() -> Path:
-    """Return the newest result of `live_policies`."""
-    return max(RESULTS.glob("live_policies-*.json"))
+    """Return the newest result of `live_policies` that has all setups."""
+    results = RESULTS.glob("live_policies-*.json")
+    return max(x for x in results if _setups_of(json.loads(x.read_text())) == list(SETUPS))
+
+
+def _setups_of(result: Mapping[str, Any]) -> list[str]:
+    return [name for name in SETUPS if name in result["figures"]]
 
 
 def profile_of(told: Mapping[str, Any]) -> CostProfile:

@@ -94,7 +94,7 @@ class _PolicyOf(PolicySpec):
 
     made: SchedulingPolicy | None = None
 
-    def scheduler(self, rng: Random) -> SchedulingPolicy:
+    def scheduler(self, rng: Random, can_hand_off: bool = True) -> SchedulingPolicy:
         assert self.made is not None
         return self.made
 

@@ -9,7 +9,7 @@ import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from hetero_connector.units import MIB
 RESULTS = Path(__file__).parent / "results"
 _DD_BLOCK = 4 * MIB
 _READERS = 4
+_NVIDIA = Path("/proc/driver/nvidia")
 
 
 def timed(job: Callable[[], object]) -> float:
@@ -139,16 +140,27 @@ class DirectDisk:
 
     def write_bandwidth(self) -> float:
         """Write the file again in place; return bytes per second."""
-        source = "if=/dev/zero"
-        return self._run(source, f"of={self._path}", "oflag=direct", "conv=notrunc")
+        source = os.memfd_create("dd.source")
+        try:
+            with open(source, "wb", closefd=False) as memory:
+                memory.write(self._path.read_bytes())
+            arguments = (f"of={self._path}", "oflag=direct", "conv=notrunc")
+            return self._run(f"if=/proc/self/fd/{source}", *arguments, pass_fds=(source,))
+        finally:
+            os.close(source)
 
     def close(self) -> None:
         self._path.unlink(missing_ok=True)
 
-    def _run(self, *arguments: str) -> float:
+    def _run(self, *arguments: str, pass_fds: Sequence[int] = ()) -> float:
         command = ["dd", f"bs={_DD_BLOCK}", f"count={self._count}", *arguments]
         done = subprocess.run(
-            command, capture_output=True, text=True, check=True, env=os.environ | {"LC_ALL": "C"}
+            command,
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | {"LC_ALL": "C"},
+            pass_fds=pass_fds,
         )
         seconds = re.search(r"copied, ([0-9.e-]+) s", done.stderr)
         if seconds is None:
@@ -157,11 +169,23 @@ class DirectDisk:
 
 
 def machine_line() -> str:
-    """Return the processor, its cores and the present load."""
+    """Return the GPU if engines run on one, the processor, its cores and the present load."""
     names = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
     cpu = names[0].partition(": ")[2] if names else "unknown CPU"
     load = ", ".join(f"{x:.2f}" for x in os.getloadavg())
-    return f"{cpu}, {os.cpu_count()} cores, load {load}"
+    gpu = gpu_name(_NVIDIA)
+    return f"{gpu + ' with ' if gpu else ''}{cpu}, {os.cpu_count()} cores, load {load}"
+
+
+def gpu_name(driver: Path) -> str:
+    """Return the name of the first GPU that the driver lists; empty if torch uses none."""
+    found = [x.read_text() for x in sorted(driver.glob("gpus/*/information"))]
+    if not found:
+        return ""
+    import torch  # only here: most machines have no such driver, and it takes seconds
+
+    model = re.search(r"^Model:\s*(.+?)\s*$", found[0], re.MULTILINE)
+    return model[1] if model and torch.cuda.is_available() else ""
 
 
 def publish(

@@ -12,8 +12,8 @@ These are over a real store; only the request is a stand-in.
 engine whose store has a million chunks; `live_ms_p99` and `sessions_ms_p99` are the answers for the
 live page and about sessions.
 
-`decode_ratio_observed`: seconds of a batch of decodes on a real server while a viewer takes the
-live page's events, over the seconds without one.
+`decode_ratio_observed`: seconds of a batch of decodes on a real server, from their first tokens,
+while a viewer takes the live page's events, over the seconds without one.
 """
 
 from __future__ import annotations

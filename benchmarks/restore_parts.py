@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.engine_process import Engine, EngineProcess, prompt_tokens
 from benchmarks.measure import Memcpy, Samples, machine_line, publish, rounded, table
+from examples.cpu_kernels import runnable
 
 _TURNS = 30
 _CASES = {"gemma3": 8196, "gptoss": 8196, "deepseek_v4": 3844, "qwen3_next": 3844}
@@ -133,7 +134,7 @@ def main() -> None:
     if unknown := set(given.models) - _CASES.keys():
         parser.error(f"no model {min(unknown)!r}; there are {', '.join(_CASES)}")
     tables, figures = [], {}
-    for model in given.models or _CASES:
+    for model in runnable(given.models or _CASES):
         restores, hits, size_bytes = measure(model, given.turns)
         tables.append(_table(model, restores, hits, size_bytes))
         pairs = zip(

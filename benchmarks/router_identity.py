@@ -161,8 +161,6 @@ def measure(num_tokens: int, turns: int, sessions: int) -> dict[str, float]:
         "us_per_old_token": old_s * 1e6,
         "us_per_new_token": new_s * 1e6,
         "whole_us_per_token": statistics.median(full_s) / known * 1e6,
-        "cores_at_100_rps": 100 * turn_s,
-        "whole_cores_at_100_rps": 100 * whole_s,
         "kib_per_session": cache.size_bytes / sessions / KIB,
     }
 

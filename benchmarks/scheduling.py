@@ -1,7 +1,7 @@
 """`python -m benchmarks.scheduling [--json]`: the time of a scheduling decision.
 
 `decision_us_64`: median microseconds of one decision of the default policy over 64 workers, with
-its placement; the worst step class. Goal <= 200. Before each decision the loads of two workers
+its placement; the worst kind of step. Goal <= 200. Before each decision the loads of two workers
 change, as in a router or a simulator. Eight workers have parts of the prompt, and the network
 between workers is uneven. References from the same run: the policy that only looks for the least
 loaded worker, and one addition of two arrays of 64 numbers: a decision takes as long as several
@@ -32,7 +32,6 @@ from ownership.scheduling import (
     SchedulingPolicy,
     StateFootprint,
     Step,
-    StepClass,
     WorkerLoad,
     WorkerPrefix,
     WorkerView,
@@ -53,7 +52,8 @@ class Timing:
 
     policy: str
     workers: int
-    step_class: str
+    kind: str
+    """The kind of step."""
     linked: bool
     decision_us: float
 
@@ -78,8 +78,8 @@ def fleet_of(count: int, linked: bool, rng: random.Random) -> FleetView:
     return FleetView(footprint, workers, links)
 
 
-def steps(fleet: FleetView) -> dict[StepClass, Step]:
-    """Make a step of each class, of which the first workers have shorter and shorter prefixes."""
+def steps(fleet: FleetView) -> dict[str, Step]:
+    """Make a step of each kind, of which the first workers have shorter and shorter prefixes."""
     owner = fleet.names[0]
     known = _TOKENS - 10_000
     spread = fleet.names[:_HOLDERS]
@@ -88,30 +88,30 @@ def steps(fleet: FleetView) -> dict[StepClass, Step]:
     }
     cold = {x: WorkerPrefix(0, 0, known) for x in spread}
     made = {
-        StepClass.NEW_LONG_PREFIX: Step(_TOKENS, held, output_tokens=300.0),
-        StepClass.INCREMENTAL_TURN: Step(known + 700, held, "s", owner, known, 300.0),
-        StepClass.LONG_TOOL_OUTPUT: Step(_TOKENS, held, "s", owner, known, 300.0, True),
-        StepClass.DECODE_CONTINUATION: Step(known + 8, held, "s", owner, known, 300.0),
-        StepClass.FORKED_ROLLOUT: Step(_TOKENS, held, "s", owner, known, 300.0, forked=True),
-        StepClass.COLD_RESUME: Step(_TOKENS, cold, "s", owner, known, 300.0),
+        "new_long_prefix": Step(_TOKENS, held, output_tokens=300.0),
+        "incremental_turn": Step(known + 700, held, "s", owner, known, 300.0),
+        "long_tool_output": Step(_TOKENS, held, "s", owner, known, 300.0),
+        "decode_continuation": Step(known + 8, held, "s", owner, known, 300.0),
+        "forked_rollout": Step(_TOKENS, held, "s", owner, known, 300.0, forked=True),
+        "cold_resume": Step(_TOKENS, cold, "s", owner, known, 300.0),
     }
     return made
 
 
 def measure(policy: str, workers: int, repeats: int, linked: bool = False) -> list[Timing]:
-    """Time one policy on one fleet for every step class."""
+    """Time one policy on one fleet for every kind of step."""
     rng = random.Random(1)
     fleet = fleet_of(workers, linked, rng)
     chosen = scheduling_policy(policy, rng)
     timings = []
-    for step_class, step in steps(fleet).items():
+    for kind, step in steps(fleet).items():
         samples = []
         for _ in range(repeats + 1):
             for _ in range(2):
                 fleet.set_load(rng.choice(fleet.names), some_load(rng))
             samples.append(timed(partial(_place, chosen, step, fleet)))
         decision_us = 1e6 * statistics.median(samples[1:])
-        timings.append(Timing(policy, workers, step_class, linked, decision_us))
+        timings.append(Timing(policy, workers, kind, linked, decision_us))
     return timings
 
 
@@ -170,7 +170,7 @@ def _report(timings: list[Timing], figures: dict[str, float]) -> str:
             t.policy,
             t.workers,
             "uneven" if t.linked else "even",
-            t.step_class,
+            t.kind,
             f"{t.decision_us:.0f}",
         ]
         for t in timings

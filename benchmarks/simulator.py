@@ -9,14 +9,13 @@
 - `peak_gib`: the largest memory of all of it. Goal < 4.
 - `decision_us_64`: median of a decision over 64 workers while sessions are simulated. Goal <= 200.
 
-Figures of a file that is not given are left out.
+Figures of a file that is not given are left out, and then no results are written.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import resource
 import statistics
 import time
@@ -24,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.measure import machine_line, rounded, save, table
+from benchmarks.measure import machine_line, publish, rounded, table
 from benchmarks.synthetic_sessions import CODING_AGENT, synthetic
 from hetero_connector.spec.presets import PRESETS
 from hetero_connector.units import GIB
@@ -129,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--mooncake", type=Path, help="Mooncake's conversation trace")
     parser.add_argument("--sessions", type=Path, help="the coding-agent sessions")
     parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
-    parser.add_argument("--quick", action="store_true", help="less of all; writes no results")
+    parser.add_argument("--quick", action="store_true", help="less of all")
     arguments = parser.parse_args(argv)
     figures: dict[str, float] = {}
     if arguments.mooncake:
@@ -141,11 +140,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     figures = rounded(figures)
     rows = [[name, f"{value:.4g}", GOALS.get(name, "")] for name, value in figures.items()]
     text = f"{machine_line()}\n\n{table(['figure', 'value', 'goal'], rows)}"
-    print(text)
-    if not arguments.quick:
-        print(f"\nwritten: {save('simulator', text, figures, {})}")
-    if arguments.json:
-        print(json.dumps(figures))
+    complete = arguments.mooncake and arguments.sessions and not arguments.quick
+    publish("simulator", text, figures, {}, as_json=arguments.json, write=bool(complete))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ the API server, the engine core and its workers together.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -118,12 +119,19 @@ def logprob_distance(one: Reply, other: Reply) -> float:
     """Return the largest |difference| of a logprob over the steps with the same context.
 
     Only tokens that both replies report are compared: the whole vocabulary if `num_logprobs` was
-    its size.
+    its size. Infinite if there is nothing to compare, or if one of the replies does not report the
+    token that the other chose: then it is unknown how far they are apart.
     """
+    if not one.tokens or not other.tokens:
+        return math.inf
     worst = 0.0
     for step, (a, b) in enumerate(zip(one.top_logprobs, other.top_logprobs, strict=True)):
-        worst = max([worst, *(abs(a[token] - b[token]) for token in a.keys() & b.keys())])
-        if one.tokens[step] != other.tokens[step]:
+        shared = a.keys() & b.keys()
+        chosen = one.tokens[step], other.tokens[step]
+        if not shared >= {f"token_id:{token}" for token in chosen}:
+            return math.inf
+        worst = max([worst, *(abs(a[token] - b[token]) for token in shared)])
+        if chosen[0] != chosen[1]:
             break
     return worst
 

@@ -1,23 +1,22 @@
-"""Write `deploy/grafana/heterocache.json`, the Grafana dashboard.
+"""Write the Grafana dashboards in `deploy/grafana`: one of engines, one of routers.
 
     python scripts/make_dashboard.py
 
 The panels are declared here, because Grafana's JSON says each of them in fifty lines. A test fails
-if the file differs, or if a query names a metric or a label that does not exist.
+if a file differs, or if a query names a metric or a label that does not exist.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PATH = Path(__file__).parents[1] / "deploy/grafana/heterocache.json"
+FOLDER = Path(__file__).parents[1] / "deploy/grafana"
 _WIDTH, _HEIGHT = 24, 8
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-_SELECTED = 'model_name=~"$model", instance=~"$instance"'
 
 
 class Query(NamedTuple):
@@ -26,10 +25,9 @@ class Query(NamedTuple):
     expr: str
     legend: str
 
-    @property
-    def full(self) -> str:
-        """The query as Grafana sends it, its own variables apart."""
-        return self.expr.replace("%,", f"{_SELECTED}, ").replace("%", _SELECTED)
+    def full(self, selected: str) -> str:
+        """Return the query as Grafana sends it, its own variables apart."""
+        return self.expr.replace("%,", f"{selected}, ").replace("%", selected)
 
 
 class Panel(NamedTuple):
@@ -94,8 +92,9 @@ def _saved() -> str:
     return f"{benefit} + {predicted} - {observed}"
 
 
+_SHARES = (0.5, 0.95, 0.99)
 _COMPUTED = 'vllm:prompt_tokens_by_source_total{%,source="local_compute"}'
-_ROWS: dict[str, Sequence[Panel]] = {
+_OF_ENGINES: dict[str, Sequence[Panel]] = {
     "Is it worth it": (
         Panel(
             "Prompt tokens not computed",
@@ -148,7 +147,7 @@ _ROWS: dict[str, Sequence[Panel]] = {
         Panel(
             "Time to first token",
             "Of all requests, as vLLM measures it.",
-            [quantile(share, "vllm:time_to_first_token_seconds") for share in (0.5, 0.95, 0.99)],
+            [quantile(share, "vllm:time_to_first_token_seconds") for share in _SHARES],
             "s",
         ),
         Panel(
@@ -414,63 +413,229 @@ _ROWS: dict[str, Sequence[Panel]] = {
 }
 
 
-def queries() -> list[str]:
-    """Return every query of the dashboard."""
-    return [query.full for panels in _ROWS.values() for panel in panels for query in panel.queries]
+_OF_ROUTERS: dict[str, Sequence[Panel]] = {
+    "Requests": (
+        Panel(
+            "Answers by status",
+            "Of workers and of the router itself.",
+            [rate("heterocache_router_requests_total", "status")],
+            is_stacked=True,
+        ),
+        Panel(
+            "Time to first byte",
+            "From the end of a request's body.",
+            [quantile(share, "heterocache_router_first_byte_seconds") for share in _SHARES],
+            "s",
+        ),
+        Panel(
+            "Time in the router",
+            "Until a request is sent to a worker: naming, placing, and waiting for room.",
+            [quantile(share, "heterocache_router_wait_seconds") for share in _SHARES],
+            "s",
+        ),
+        Panel(
+            "Refused",
+            "Answers of the router itself, by reason, and connections beyond `max_connections`.",
+            [
+                rate("heterocache_router_refused_total", "reason"),
+                rate("heterocache_router_connections_refused_total", unit="connections"),
+            ],
+        ),
+        Panel(
+            "Waiting for room",
+            "Requests in the router's queue.",
+            [total("heterocache_router_queued")._replace(legend="queued")],
+        ),
+        Panel(
+            "Clients that left",
+            "Before their answer's end. The worker is told at once.",
+            [rate("heterocache_router_clients_left_total", unit="left")],
+        ),
+    ),
+    "Placements": (
+        Panel(
+            "By certainty",
+            "exact: it was known what each worker has.",
+            [rate("heterocache_router_placements_total", "certainty")],
+            is_stacked=True,
+        ),
+        Panel(
+            "By action",
+            "Where the state was and what was done with it.",
+            [rate("heterocache_router_placements_total", "action")],
+            is_stacked=True,
+        ),
+        Panel(
+            "Why not exact",
+            "Requests by each reason that speaks against certainty.",
+            [rate("heterocache_router_doubts_total", "reason")],
+        ),
+        Panel(
+            "Prompt tokens known already",
+            "Share of prompt tokens that needed no new tokenisation.",
+            [
+                Query(
+                    "1 - sum (rate(heterocache_router_tokenized_total{%}[$__rate_interval])) / "
+                    "sum (rate(heterocache_router_prompt_tokens_total{%}[$__rate_interval]))",
+                    "known",
+                )
+            ],
+            "percentunit",
+            most=1,
+        ),
+        Panel(
+            "Prompts computed for another worker",
+            "A failed one costs only time.",
+            [rate("heterocache_router_prefills_total", "worker", "result")],
+        ),
+        Panel(
+            "Lost lines of decisions",
+            "The disk is full or slow.",
+            [rate("heterocache_router_decisions_lost_total", unit="lost")],
+        ),
+    ),
+    "Workers and other routers": (
+        Panel(
+            "Workers that serve",
+            "1: serves. 0: refuses connections, or its probes fail.",
+            [Query("min by (worker) (heterocache_router_worker_up{%})", "{{worker}}")],
+            most=1,
+        ),
+        Panel(
+            "Requests under way",
+            "Sent by these routers.",
+            [total("heterocache_router_in_flight", "worker")],
+            is_stacked=True,
+        ),
+        Panel(
+            "Sent again and cut",
+            "Sent again: the worker was lost before the first byte. Cut: the client got an error "
+            "after it.",
+            [
+                rate("heterocache_router_retried_total", "worker")._replace(
+                    legend="{{worker}} sent again"
+                ),
+                rate("heterocache_router_cut_total", "worker")._replace(legend="{{worker}} cut"),
+            ],
+        ),
+        Panel(
+            "Other routers",
+            "That share their load with one of these.",
+            [Query("heterocache_router_peers{%}", "known to {{instance}}")],
+        ),
+        Panel(
+            "Requests of other routers",
+            "Under way, as they say.",
+            [Query("heterocache_router_peer_requests{%}", "known to {{instance}}")],
+        ),
+    ),
+}
 
 
-def dashboard() -> dict[str, Any]:
-    """Return the dashboard as Grafana imports it."""
-    numbers, panels, at_y = count(1), list[dict[str, Any]](), 0
-    for title, row in _ROWS.items():
-        place = {"h": 1, "w": _WIDTH, "x": 0, "y": at_y}
-        panels.append({"id": next(numbers), "type": "row", "title": title, "gridPos": place})
-        at_x, at_y = 0, at_y + 1
-        for panel in row:
-            if at_x + panel.width > _WIDTH:
-                at_x, at_y = 0, at_y + _HEIGHT
-            place = {"h": _HEIGHT, "w": panel.width, "x": at_x, "y": at_y}
-            panels.append({"id": next(numbers), "gridPos": place, **_panel(panel)})
-            at_x += panel.width
-        at_y += _HEIGHT
+class Dashboard(NamedTuple):
+    """One dashboard, in a file of its own."""
+
+    name: str
+    title: str
+    about: str
+    selected: str
+    """The labels that its variables select."""
+    variables: Sequence[dict[str, Any]]
+    rows: Mapping[str, Sequence[Panel]]
+
+    @property
+    def path(self) -> Path:
+        return FOLDER / f"{self.name}.json"
+
+    def queries(self) -> list[str]:
+        """Return every query of its panels."""
+        panels = [panel for row in self.rows.values() for panel in row]
+        return [query.full(self.selected) for panel in panels for query in panel.queries]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the dashboard as Grafana imports it."""
+        numbers, panels, at_y = count(1), list[dict[str, Any]](), 0
+        for title, row in self.rows.items():
+            place = {"h": 1, "w": _WIDTH, "x": 0, "y": at_y}
+            panels.append({"id": next(numbers), "type": "row", "title": title, "gridPos": place})
+            at_x, at_y = 0, at_y + 1
+            for panel in row:
+                if at_x + panel.width > _WIDTH:
+                    at_x, at_y = 0, at_y + _HEIGHT
+                place = {"h": _HEIGHT, "w": panel.width, "x": at_x, "y": at_y}
+                made = _panel(panel, self.selected)
+                panels.append({"id": next(numbers), "gridPos": place, **made})
+                at_x += panel.width
+            at_y += _HEIGHT
+        return {
+            "uid": self.name,
+            "title": self.title,
+            "tags": ["vllm", "kv-cache"],
+            "description": self.about,
+            "schemaVersion": 39,
+            "editable": True,
+            "refresh": "30s",
+            "time": {"from": "now-3h", "to": "now"},
+            "timezone": "browser",
+            "templating": {"list": [_CHOICE_OF_PROMETHEUS, *self.variables]},
+            "annotations": {"list": []},
+            "panels": panels,
+        }
+
+
+_CHOICE_OF_PROMETHEUS = {
+    "name": "datasource",
+    "label": "Prometheus",
+    "type": "datasource",
+    "query": "prometheus",
+}
+
+
+def _variable(name: str, label: str, query: str) -> dict[str, Any]:
+    """Return a choice of several values, which a query lists."""
     return {
-        "uid": "heterocache",
-        "title": "HeteroCache",
-        "tags": ["vllm", "kv-cache"],
-        "description": "Restored KV state: its use, its tiers, and the health of both.",
-        "schemaVersion": 39,
-        "editable": True,
-        "refresh": "30s",
-        "time": {"from": "now-3h", "to": "now"},
-        "timezone": "browser",
-        "templating": {"list": _variables()},
-        "annotations": {"list": []},
-        "panels": panels,
+        "type": "query",
+        "datasource": _DATASOURCE,
+        "multi": True,
+        "includeAll": True,
+        "refresh": 2,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+        "sort": 1,
+        "name": name,
+        "label": label,
+        "query": query,
     }
 
 
-def _variables() -> list[dict[str, Any]]:
-    chosen = {"text": "All", "value": "$__all"}
-    several = {"type": "query", "datasource": _DATASOURCE, "multi": True, "includeAll": True}
-    several |= {"refresh": 2, "allValue": ".*", "current": chosen, "sort": 1}
-    return [
-        {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"},
-        {
-            **several,
-            "name": "model",
-            "label": "Model",
-            "query": "label_values(heterocache_info, model_name)",
-        },
-        {
-            **several,
-            "name": "instance",
-            "label": "Server",
-            "query": 'label_values(heterocache_info{model_name=~"$model"}, instance)',
-        },
-    ]
+DASHBOARDS = (
+    Dashboard(
+        "heterocache",
+        "HeteroCache",
+        "Restored KV state: its use, its tiers, and the health of both.",
+        'model_name=~"$model", instance=~"$instance"',
+        (
+            _variable("model", "Model", "label_values(heterocache_info, model_name)"),
+            _variable(
+                "instance",
+                "Server",
+                'label_values(heterocache_info{model_name=~"$model"}, instance)',
+            ),
+        ),
+        _OF_ENGINES,
+    ),
+    Dashboard(
+        "heterocache-router",
+        "HeteroCache router",
+        "Requests through `heterocache router`: answers, placements, workers.",
+        'instance=~"$instance"',
+        (_variable("instance", "Router", "label_values(heterocache_router_queued, instance)"),),
+        _OF_ROUTERS,
+    ),
+)
 
 
-def _panel(panel: Panel) -> dict[str, Any]:
+def _panel(panel: Panel, selected: str) -> dict[str, Any]:
     is_table = panel.kind == "table"
     defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
     if panel.most is not None:
@@ -489,7 +654,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
             {
                 "refId": chr(ord("A") + number),
                 "datasource": _DATASOURCE,
-                "expr": query.full,
+                "expr": query.full(selected),
                 "legendFormat": query.legend,
                 **({"format": "table", "instant": True} if is_table else {}),
             }
@@ -507,4 +672,5 @@ def _panel(panel: Panel) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    PATH.write_text(json.dumps(dashboard(), indent=2) + "\n")
+    for written in DASHBOARDS:
+        written.path.write_text(json.dumps(written.as_json(), indent=2) + "\n")

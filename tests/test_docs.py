@@ -7,6 +7,7 @@ tests and files exist, and generated pages are what `docs/generate.py` writes.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
 import json
 import re
@@ -120,6 +121,40 @@ def test_every_result_is_of_a_benchmark_that_exists() -> None:
     for benchmark in generator().FIGURES:
         assert (ROOT / f"benchmarks/{benchmark}.py").exists(), benchmark
         assert generator().results(benchmark), f"no result of {benchmark}"
+
+
+def goals_of(module: Path) -> set[str]:
+    """Return the keys of a module's `GOALS`, without importing the engine; empty without any."""
+    for node in ast.parse(module.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "GOALS":
+            assert isinstance(node.value, ast.Dict)
+            return {ast.literal_eval(key) for key in node.value.keys if key is not None}
+    return set()
+
+
+def test_every_goal_of_a_benchmark_is_on_the_page_of_figures() -> None:
+    with_goals = {x.stem: goals for x in ROOT.glob("benchmarks/*.py") if (goals := goals_of(x))}
+    assert len(with_goals) > 5
+    for benchmark, goals in with_goals.items():
+        assert goals <= generator().FIGURES[benchmark].keys(), benchmark
+
+
+def test_a_model_that_a_cpu_cannot_run_has_no_row() -> None:
+    made = sys.modules[generator().figures.__module__]
+    newest = generator().results("restore")[0]
+    assert "DeepSeek-V4" in made._ttft(newest)
+    left = {k: v for k, v in newest.details["restore"].items() if k != "deepseek_v4"}
+    without = made._ttft(dataclasses.replace(newest, details={"restore": left}))
+    assert "DeepSeek-V4" not in without
+    assert without.count("\n") == made._ttft(newest).count("\n") - 1
+
+
+def test_a_goal_is_missed_if_one_rate_misses_it() -> None:
+    result = next(x for x in generator().results("router") if "Xeon" in x.machine)
+    highest, lowest = (result.figures[f"cores_at_100_rps_100k{x}"] for x in ("", "_least"))
+    goal = generator().FIGURES["router"]["cores_at_100_rps_100k"].goal
+    assert not generator().is_met(highest, goal)
+    assert generator().is_met(lowest, goal)
 
 
 def test_intervals_in_the_text_are_those_of_the_newest_campaign() -> None:

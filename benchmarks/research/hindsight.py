@@ -284,7 +284,7 @@ class _Spec(PolicySpec):
 
     follows: SchedulingPolicy = field(kw_only=True)
 
-    def scheduler(self, rng: Random) -> SchedulingPolicy:
+    def scheduler(self, rng: Random, can_hand_off: bool = True) -> SchedulingPolicy:
         return self.follows
 
 

@@ -139,6 +139,7 @@ def main() -> None:
                 rows.append(row)
                 print(report.tables(rows[-1:]), "\n", file=sys.stderr, flush=True)
     partly = any((given.quick, given.names, given.models, given.tokens, given.rounds))
+    partly |= set(given.stages) != set(_STAGES)
     _publish(rows, as_json=given.json, write=not partly)
 
 

@@ -20,28 +20,33 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     """Return the figures that the rows have.
 
     `added_over_best_rival`: what a restore from memory adds to the own prefix hit, over the best of
-    the others that answered right; the worst model. `dram_over_memcpy`: the same over a copy of the
-    useful bytes; the worst model with large restores. `restore_fixed_ms`: what it adds beyond the
-    copy; the worst model with small restores. `ssd_over_limit`: bandwidth after a restart over the
-    device's limit; the worst model with large restores. `ssd_over_verified_limit`: over the limit
-    into memory as idle as the engine's, with checksums. `rivals_run`: others that restored and
-    answered right with at least one model. `wrong_answers_ours`: cases and faults.
+    the others that answered right; the worst model. There is none if one of them added nothing: the
+    machine was too noisy. `dram_over_memcpy`: the same over a copy of the useful bytes; the worst
+    model with large restores, none if a copy was disturbed. `restore_fixed_ms`: what it adds
+    beyond the copy; the worst model with small restores. `ssd_over_limit`: bandwidth after a
+    restart over the device's limit; the worst model with large restores. `ssd_over_verified_limit`:
+    over the limit into memory as idle as the engine's, with checksums. `rivals_run`: others that
+    restored and answered right with at least one model. `wrong_answers_ours`: cases and faults.
+    `unanswered_ours`: faults that ended in an error or a hang, and models that did not run to the
+    end.
     """
     ours = {row.model: row for row in rows if row.contestant == OURS}
     rivals = [row for row in rows if _is_rival(row) and row.has_restored]
     found: dict[str, float] = {}
-    over = []
+    pairs = []
     for model, row in ours.items():
-        best = min((r.added_s for r in rivals if r.model == model and r.added_s), default=None)
-        if row.added_s is not None and best is not None:
-            over.append(row.added_s / best)
-    if over:
-        found["added_over_best_rival"] = max(over)
+        added = [r.added_s for r in rivals if r.model == model and r.added_s is not None]
+        if row.added_s is not None and added:
+            pairs.append((row.added_s, min(added)))
+    if pairs and all(min(pair) > 0.0 for pair in pairs):
+        found["added_over_best_rival"] = max(own / best for own, best in pairs)
     measured = [row for row in ours.values() if row.added_s is not None]
     large = [row for row in measured if row.useful_bytes >= _LARGE_BYTES]
     small = [row for row in measured if row.useful_bytes < _LARGE_BYTES]
-    if large:
-        found["dram_over_memcpy"] = max(row.memcpy_ratio or 0.0 for row in large)
+    over_copies = [row.memcpy_ratio for row in large]
+    known = [ratio for ratio in over_copies if ratio is not None]
+    if known and len(known) == len(over_copies):
+        found["dram_over_memcpy"] = max(known)
     if small:
         found["restore_fixed_ms"] = 1e3 * max(
             (row.added_s or 0.0) - row.seconds["memcpy"] for row in small
@@ -52,6 +57,7 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
             found[f"ssd_over_{limit.replace(' ', '_')}"] = min(ratios)
     found["rivals_run"] = len({row.contestant for row in rivals})
     found["wrong_answers_ours"] = sum(len(row.wrong) for row in ours.values())
+    found["unanswered_ours"] = sum(row.unanswered for row in ours.values())
     return rounded(found)
 
 
@@ -100,7 +106,7 @@ def _times(rows: Iterable[Row]) -> str:
         seconds = row.seconds
         line = [row.contestant]
         line += [_ms(seconds.get(name)) for name in ("cold save", "local", "memory")]
-        line += [_ms(row.added_s), _number(row.memcpy_ratio)]
+        line += [_ms(row.added_s), _over_memcpy(row)]
         line += [_ms(row.after_s.get(how)) for how in _HOW[1:]]
         line += [_tokens(row), _answers(row)]
         shown.append(line)
@@ -141,6 +147,12 @@ def _faults(rows: Sequence[Row]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row.faults))
     shown = [[r.contestant, r.model, *(r.faults.get(name, "-") for name in names)] for r in rows]
     return table(["after a fault", "model", *names], shown)
+
+
+def _over_memcpy(row: Row) -> str:
+    if row.has_disturbed_memcpy:
+        return f"no: memcpy varied {row.spread['memcpy']:.0f}-fold"
+    return _number(row.memcpy_ratio)
 
 
 def _tokens(row: Row) -> str:

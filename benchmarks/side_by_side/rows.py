@@ -8,6 +8,8 @@ from typing import Any
 
 _RIGHT_SHARE = 0.1
 """An answer is right if it differs by less than this share of what one other early token does."""
+_MOST_SPREAD = 2.0
+"""A reference whose slowest sample took longer than so many times the fastest was disturbed."""
 
 
 class Outcome(StrEnum):
@@ -47,6 +49,8 @@ class Row:
     """Seconds of a stream of prompts that never hit, over the same without a connector."""
     added_s: float | None = None
     """The time that a restore from memory adds to the engine's own prefix hit."""
+    added_over_memcpy: float | None = None
+    """The same over a plain copy of the useful bytes, each of the same turn."""
     after_s: dict[str, float | None] = field(default_factory=dict)
     """The same after the engine ended, by how it ended."""
     restored_tokens: dict[str, int] = field(default_factory=dict)
@@ -88,9 +92,19 @@ class Row:
         return self.restored_tokens.get("memory", 0) > 0
 
     @property
+    def unanswered(self) -> int:
+        """The number of faults that ended in an error or a hang, and one for a row's own error."""
+        failed = (Outcome.ERROR, Outcome.HANG)
+        return sum(outcome in failed for outcome in self.faults.values()) + (self.error is not None)
+
+    @property
+    def has_disturbed_memcpy(self) -> bool:
+        return self.spread.get("memcpy", 1.0) > _MOST_SPREAD
+
+    @property
     def memcpy_ratio(self) -> float | None:
-        """The added time over a plain copy of the useful bytes."""
-        return None if self.added_s is None else self.added_s / self.seconds["memcpy"]
+        """The added time over a plain copy of the useful bytes; None if the copy was disturbed."""
+        return None if self.has_disturbed_memcpy else self.added_over_memcpy
 
     def over_disk_limit(self, limit: str = "limit") -> float | None:
         """The bandwidth of the restore after a restart, over a limit of `DirectDisk`.

@@ -21,6 +21,7 @@ from pathlib import Path
 from benchmarks.engine_process import Engine, EngineProcess, prompt_tokens
 from benchmarks.measure import rounded, table
 from benchmarks.side_by_side.environments import ROOT
+from examples.cpu_kernels import runnable
 from examples.serving import stop_servers_on_sigterm
 
 MODELS = ("dense", "gemma3", "gptoss", "llama4", "deepseek_v4", "qwen3_next")
@@ -151,7 +152,7 @@ def main() -> None:
     stop_servers_on_sigterm()
     ROOT.mkdir(parents=True, exist_ok=True)
     restarts = []
-    for model in given.models:
+    for model in runnable(given.models):
         folder = Path(tempfile.mkdtemp(prefix="shared-", dir=ROOT))
         try:
             restarts.append(measure(model, folder / "ssd"))

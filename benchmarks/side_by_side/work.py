@@ -23,6 +23,7 @@ from benchmarks.side_by_side.processes import Footprint, Service, footprint
 from benchmarks.side_by_side.rows import Outcome, Row
 from benchmarks.side_by_side.streams import agent_sessions, never_hits
 from examples.checkpoints import write_checkpoint
+from examples.demo import VOCABULARY
 from examples.serving import Reply, Server, engine_arguments, free_port, logprob_distance
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.spec.from_config import model_spec_from_config
@@ -142,6 +143,7 @@ class Reference:
         self._case = case
         checkpoint = write_checkpoint(case.model, CHECKPOINTS)
         arguments = case.engine_args | dict(arguments)
+        arguments["max_logprobs"] = VOCABULARY
         self.server = Server(checkpoint, folder / "reference.log", None, arguments)
         self._answers: dict[int, Reply] = {}
         self._power: float | None = None
@@ -157,19 +159,23 @@ class Reference:
         return _timed(self.server, self._case.prompt(round_))
 
     def answer(self, round_: int) -> Reply:
-        """Return the answer to a prompt from the engine's own hit: it was just computed."""
+        """Return the answer to a prompt from the engine's own hit: it was just computed.
+
+        It has the logprobs of the whole vocabulary: whatever a contestant answers is in it.
+        """
         if round_ not in self._answers:
-            prompt = self._case.prompt(round_)
-            self._answers[round_] = self.server.complete(prompt, _ANSWER_TOKENS)
+            self._answers[round_] = self._all_logprobs(self._case.prompt(round_))
         return self._answers[round_]
+
+    def _all_logprobs(self, prompt: Sequence[int]) -> Reply:
+        return self.server.complete(prompt, _ANSWER_TOKENS, VOCABULARY)
 
     def power(self) -> float:
         """Return the distance of logprobs that another early token of the first prompt makes."""
         if self._power is None:
             changed = self._case.prompt(0)
             changed[len(changed) // 8] ^= 1
-            other = self.server.complete(changed, _ANSWER_TOKENS)
-            self._power = logprob_distance(self.answer(0), other)
+            self._power = logprob_distance(self.answer(0), self._all_logprobs(changed))
         return self._power
 
 
@@ -185,9 +191,14 @@ class References:
         key = tuple(sorted(contestant.engine_args.items()))
         if key not in self._running:
             folder = self._folder / f"reference-{len(self._running)}"
-            folder.mkdir()
-            reference = self._running[key] = Reference(self._case, dict(key), folder)
-            reference.start()
+            folder.mkdir(exist_ok=True)
+            reference = Reference(self._case, dict(key), folder)
+            try:
+                reference.start()
+            except BaseException:
+                reference.server.kill()
+                raise
+            self._running[key] = reference
         return self._running[key]
 
     def __enter__(self) -> References:
@@ -458,6 +469,7 @@ class _Run:
             prefill_ratio=samples.paired_ratio("cold save", "cold plain"),
             decode_ratio=samples.paired_ratio("decode save", "decode plain"),
             added_s=_paired_difference(samples, "memory", "local"),
+            added_over_memcpy=_added_over_memcpy(samples),
             power=self._reference.power(),
             restored_tokens={"memory": min(restored, default=0)},
             stored_bytes=None if stored is None else (stored - (before or 0)) // case.rounds,
@@ -530,6 +542,15 @@ def _paired_difference(samples: Samples, name: str, other: str) -> float | None:
         return None
     pairs = zip(samples.by_name[name], samples.by_name[other], strict=True)
     return statistics.median(a - b for a, b in pairs)
+
+
+def _added_over_memcpy(samples: Samples) -> float | None:
+    """Return the median of what a restore adds to the hit over the copy of the same turn."""
+    if "memory" not in samples.by_name:
+        return None
+    found = samples.by_name
+    turns = zip(found["memory"], found["local"], found["memcpy"], strict=True)
+    return statistics.median((memory - local) / memcpy for memory, local, memcpy in turns)
 
 
 def _spread(samples: Samples) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Seconds that the engine computes, fitted to its own steps as they come.
 
-`ComputeRegression` predicts steps that prefill. For n new tokens over a context:
+`ComputeRegression` predicts the prefill of a step. For n new tokens over a context:
 
     T(new, context) = c0 + c1 n + c2 n (context + n / 2)
 
@@ -89,9 +89,10 @@ class ComputeRegression:
         self.observe_work(new_tokens, attention_work(new_tokens, context_tokens), seconds)
 
     def observe_work(self, new_tokens: float, work: float, seconds: float) -> None:
-        """Learn from a step; its new tokens and `attention_work` are summed over its requests.
+        """Learn from the prefills of a step; tokens and `attention_work` are summed over them.
 
-        Without effect unless tokens and seconds are above 0 and finite.
+        `seconds`: of the step, less what its decodes added. Without effect unless tokens and
+        seconds are above 0 and finite.
         """
         if new_tokens > 0:
             size_class = int(new_tokens).bit_length() // 3  # 1-3, 4-31, 32-255, 256-2047, ...

@@ -28,7 +28,7 @@ _HUBER = 2.0
 Estimation of a Location Parameter, 1964)."""
 _GUESSED = 1e-8
 """Weight of a built-in default, in samples: it may be a thousand times off."""
-_KNOWN = 10.0
+_KNOWN = 3.0
 """Weight of a measured profile, in samples."""
 _GATHERED_SAMPLES = 8
 """Changes are detected after so many samples."""
@@ -96,16 +96,19 @@ class RobustLeastSquares:
         """`default`: seconds per unit of each feature, above 0, in force until the first samples.
 
         `known`: coefficients measured earlier, at least 0, None where not measured. They weigh
-        as much as a few samples. A coefficient measured as 0 may have been too small to see, so
-        it is learned anew.
+        as much as a few samples, also where samples show them to be several times too small. A
+        coefficient measured as 0 may have been too small to see, so it is learned anew.
 
         `changes`: pass a detector where the truth may change suddenly. At a change almost all
         earlier evidence is dropped.
         """
         pairs = list(zip(known or [None] * len(default), default, strict=True))
         self._scale = np.array([max(k or d, _LEAST_SCALE) for k, d in pairs])
-        self._guess = self._as_evidence([(_GUESSED, 0.0 if k == 0.0 else d) for k, d in pairs])
-        self._known = self._as_evidence([(_KNOWN, k) if k else (0.0, 0.0) for k, _ in pairs])
+        guess = np.array([0.0 if k == 0.0 else d for k, d in pairs]) / self._scale
+        self._guess = _GUESSED * np.column_stack([np.eye(len(guess)), guess])
+        self._known = np.array([_KNOWN if k else 0.0 for k, _ in pairs])
+        """`[features]`: weight of each known coefficient, in samples."""
+        self._coefficients: tuple[float, ...] = tuple(self._scale.tolist())
         self._evidence: dict[int, NDArray[np.float64]] = {}
         """[features, features + 1] weighted normal equations, by size class."""
         self._deviation = 0.5
@@ -180,16 +183,15 @@ class RobustLeastSquares:
         old = self._evidence.get(sample.size_class)
         self._evidence[sample.size_class] = added if old is None else _FORGETTING * old + added
 
-    def _as_evidence(self, known: Sequence[tuple[float, float]]) -> NDArray[np.float64]:
-        """Return the evidence for (weight in samples, coefficient) of each feature."""
-        weights, coefficients = np.array(known).T
-        return np.column_stack([np.diag(weights), weights * coefficients / self._scale])
-
     def _solve(self) -> None:
         """Compute the coefficients; one that would be negative is held at 0."""
-        total = sum(self._evidence.values(), self._guess + self._known)
+        total = sum(self._evidence.values(), self._guess)
         size = len(total)
-        matrix, right = total[:, :size], total[:, size]
+        # Like a sample's, the error of a known coefficient is relative to what is predicted. Were
+        # it relative to the known value, one that is far too small would outweigh all samples.
+        unit = np.maximum(np.array(self._coefficients) / self._scale, 1.0)
+        known = self._known / unit**2
+        matrix, right = total[:, :size] + np.diag(known), total[:, size] + known
         free = np.arange(size)
         while True:
             factor = _cholesky(matrix[np.ix_(free, free)])
@@ -200,7 +202,7 @@ class RobustLeastSquares:
             free = np.delete(free, lowest)
         solution = np.zeros(size)
         solution[free] = found.clip(0.0)
-        self._coefficients: tuple[float, ...] = tuple((self._scale * solution).tolist())
+        self._coefficients = tuple((self._scale * solution).tolist())
 
 
 def _cholesky(matrix: NDArray[np.float64]) -> NDArray[np.floating[Any]]:

@@ -1,15 +1,17 @@
 """The cost of serving a request, in seconds: its terms, and the models that predict them.
 
 `CostModel` bundles what a request costs an engine: computing (`compute_model`), loading
-(`load_model`), and two parts that are the same for every way to serve it, so that the planner does
-not need them and a simulator does:
+(`load_model`), and parts that are the same for every way in which one engine serves it, so that the
+planner does not need them. A simulator does, and so does the price of a prompt that another engine
+computes:
 
     front end: f0 + f1 n    scheduling: s0 + s1 n    handoff: h0 + h1 n    for n prompt tokens
 
 The *front end* receives a request, hashes its blocks and sends its answer. A server does that in
 threads and processes of its own: the request waits for it, the engine does not. *Scheduling* is
 the work of the engine's own loop for each request: look it up in the caches, plan its restore,
-allocate its pages. All other requests wait for that, too.
+allocate its pages. All other requests wait for that, too. A *handoff* brings a prompt from the
+engine that computed it to the one that decodes it.
 """
 
 from __future__ import annotations
@@ -151,7 +153,7 @@ class CostModel:
     overhead: RequestOverhead = field(default_factory=RequestOverhead)
     """The cost of a request besides its steps. Not used by the planner; a simulator adds it."""
     handoff: HandoffCost = field(default_factory=HandoffCost)
-    """The additional cost of a prompt that another engine prefilled. For a simulator, too."""
+    """The additional cost of a prompt that another engine prefilled. Not used by the planner."""
     staging_delay_steps: float = 0.5
     """Wait of a staged request while the engine decodes, in decode steps: the end of staging is
     noticed between two steps, so half a step on average."""
@@ -161,6 +163,11 @@ class CostModel:
         if self.interference.is_measured():
             return self.interference.coefficients
         return InterferenceCoefficients.of_compute(self.compute.coefficients)
+
+    def joining_s(self, prompt_tokens: int) -> float:
+        """Seconds by which a request is later here because another engine prefilled it, without
+        reading what that one computed: the handoff, and overhead for a second time."""
+        return self.handoff.delay_s(prompt_tokens) + self.overhead.total_s(prompt_tokens)
 
     def num_steps(self, tokens: int) -> int:
         """The number of steps in which the engine computes `tokens`."""

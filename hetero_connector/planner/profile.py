@@ -154,6 +154,8 @@ class CostProfile:
     """The reuse of the requests that it has served; None unless its checkpoints were `adaptive`."""
     learned_until: float = 0.0
     """Unix time, seconds, at which an engine kept it; 0: it was calibrated."""
+    step_tokens: int = 0
+    """`CostModel.step_tokens` of the engine that was measured; 0: no limit, or not told."""
 
     @classmethod
     def of(
@@ -177,6 +179,7 @@ class CostProfile:
             FitError.of(interference.errors) if interference.is_measured(min_samples) else None,
             costs.overhead if any(costs.overhead) else None,
             handoff=costs.handoff if any(costs.handoff) else None,
+            step_tokens=costs.step_tokens,
         )
 
     def cost_model(
@@ -185,12 +188,15 @@ class CostProfile:
         weights: CostWeights | None = None,
         step_tokens: int = 0,
     ) -> CostModel:
-        """Make a cost model that starts from this profile and goes on learning."""
+        """Make a cost model that starts from this profile and goes on learning.
+
+        `step_tokens`: 0: those of the engine that was measured.
+        """
         return CostModel(
             ComputeRegression(self.compute),
             LoadModel(state_types, self.load),
             weights or CostWeights(),
-            step_tokens,
+            step_tokens or self.step_tokens,
             InterferenceRegression(self.interference, self.compute),
             self.overhead or RequestOverhead(),
             self.handoff or HandoffCost(),
@@ -249,6 +255,7 @@ class CostProfile:
             self.pace,
             self.reuse,
             self.learned_until,
+            self.step_tokens,
         )
         content: dict[str, Any] = msgspec.to_builtins(file)
         return content
@@ -283,6 +290,7 @@ class CostProfile:
             file.pace,
             file.reuse,
             file.learned_until,
+            file.step_tokens,
         )
 
     @classmethod
@@ -381,6 +389,7 @@ class _File(msgspec.Struct, omit_defaults=True, rename={"handoff": "handover"}):
     pace: Pace | None = None
     reuse: PastReuse | None = None
     learned_until: Annotated[float, msgspec.Meta(ge=0.0, le=1e11)] = 0.0
+    step_tokens: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
 
 
 def _decode(content: bytes, kind: type[_Kind]) -> _Kind:

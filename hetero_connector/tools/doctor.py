@@ -52,6 +52,7 @@ _AIO = Path("/proc/sys/fs")
 _NVIDIA = Path("/proc/driver/nvidia")
 _FEW_AIO_REQUESTS = 1024
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "proc", "sysfs"})
+_COPY_ON_WRITE = frozenset({"btrfs", "zfs"})
 _OVER_A_NETWORK = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs"}
     | {"fuse.sshfs", "fuse.s3fs", "fuse.glusterfs", "fuse.gcsfuse", "fuse.juicefs"}
@@ -89,7 +90,7 @@ class Finding:
 def examine(ssd_dir: Path, directory: str = "") -> Iterator[Finding]:
     """Yield findings about this machine, the SSD tier's directory and the fleet's directory."""
     yield check_vllm()
-    yield check_nixl()
+    yield check_nixl(in_fleet=bool(directory))
     yield check_gpus()
     yield check_memory()
     yield check_huge_pages()
@@ -124,19 +125,30 @@ def check_vllm(version_of: Callable[[str], str] = importlib.metadata.version) ->
     )
 
 
-def check_nixl(backends_of: Callable[[], dict[str, bool]] = working_backends) -> Finding:
-    """Check which NIXL backends start. Only POSIX is used; without it the SSD is read by preadv."""
-    advice = (
+def check_nixl(
+    backends_of: Callable[[], dict[str, bool]] = working_backends, *, in_fleet: bool = False
+) -> Finding:
+    """Check which NIXL backends start.
+
+    Without POSIX the SSD is read by preadv. Without UCX an engine of a fleet does not start.
+    """
+    install = (
         "pip install nixl==1.5.1 (without a GPU: pip install --no-deps nixl==1.5.1 "
-        "nixl-cu12==1.5.1); until then the SSD is read with preadv"
+        "nixl-cu12==1.5.1)"
     )
+    advice = f"{install}; until then the SSD is read with preadv"
+    no_peers = f"{install}, or correct UCX_*; without UCX no engine with 'directory' starts"
     try:
         backends = backends_of()
     except StoreError as e:
+        if in_fleet:
+            return Finding("NIXL", Status.FAIL, str(e), no_peers)
         return Finding("NIXL", Status.WARN, str(e), advice)
     works = ", ".join(name for name, ok in backends.items() if ok) or "none"
     rest = ", ".join(name for name, ok in backends.items() if not ok)
     detail = f"backends that start: {works}" + (f" (not: {rest})" if rest else "")
+    if in_fleet and not backends.get("UCX"):
+        return Finding("NIXL", Status.FAIL, detail, no_peers)
     if backends.get("POSIX"):
         return Finding("NIXL", Status.OK, detail)
     return Finding("NIXL", Status.WARN, detail, advice)
@@ -240,7 +252,10 @@ def check_ssd(ssd_dir: Path) -> Iterator[Finding]:
 
 
 def check_file_system(directory: Path, kind: str) -> Finding:
-    """Warn of a directory that is not on a local disk. `kind`: as in `machine.file_system`."""
+    """Warn of a directory whose files are not preallocated space on a local disk.
+
+    `kind`: as in `machine.file_system`.
+    """
     name = "file system"
     if kind in _IN_MEMORY:
         return Finding(
@@ -257,6 +272,14 @@ def check_file_system(directory: Path, kind: str) -> Finding:
             f"{directory} is reached over a network ({kind}): its locks may not hold when a host "
             "is lost, and a hanging server stalls reads",
             "use a local disk; engines share state by `directory`, not by a shared file system",
+        )
+    if kind in _COPY_ON_WRITE:
+        return Finding(
+            name,
+            Status.WARN,
+            f"{directory} is on {kind}, which copies on write: no space stays reserved for "
+            "writes, so they may find the disk full",
+            "use ext4 or xfs, or keep space free and make no snapshots of this directory",
         )
     return Finding(name, Status.OK, kind or "unknown")
 

@@ -20,8 +20,9 @@ from ownership.scheduling.fleet import FleetView, Role
 from ownership.scheduling.footprint import StateFootprint
 from ownership.scheduling.step import Step, WorkerPrefix
 
-FORMAT = 3
-"""Version of the lines. 1 had neither fleets nor loads, 2 fewer figures of a worker."""
+FORMAT = 4
+"""Version of the lines. 1 had neither fleets nor loads, 2 and 3 fewer figures of a worker; up to
+3 lines had a `class` of the step, which nothing reads."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 _Tokens = Annotated[int, msgspec.Meta(ge=1, lt=2**48)]
@@ -58,12 +59,18 @@ class FleetRecord(msgspec.Struct, tag_field="kind", tag="fleet"):
         return found
 
     def view(self) -> FleetView:
-        """Return the fleet, idle. Raises ValueError if figures are missing."""
+        """Return the fleet, idle. Raises ValueError if figures are missing.
+
+        Before format 4 the price of a handoff had no part but reading.
+        """
         footprint = StateFootprint(
             self.token_bytes, self.checkpoint_bytes, self.page_bytes_per_token, self.num_layers
         )
+        figures = self.figures
+        if self.format == 3:
+            figures = {name: [*known, 0.0, 0.0] for name, known in figures.items()}
         try:
-            return FleetView.of_figures(footprint, self.roles, self.figures)
+            return FleetView.of_figures(footprint, self.roles, figures)
         except KeyError as error:
             raise ValueError(f"no figures of worker {error}") from error
 
@@ -85,7 +92,6 @@ class DecisionRecord(msgspec.Struct, tag_field="kind", tag="decision", kw_only=T
     """True if the router could have carried out a remote prefill."""
     certainty: str = ""
     reasons: Sequence[str] = ()
-    step_class: str = msgspec.field(name="class")
     prompt_tokens: _Tokens
     boundary_tokens: _Count = 0
     expected_output_tokens: Annotated[float, msgspec.Meta(ge=0)] = 0.0
@@ -103,7 +109,7 @@ class DecisionRecord(msgspec.Struct, tag_field="kind", tag="decision", kw_only=T
     costs: str = ""
     """The source of the worker's costs: `learned`, or the `default`."""
     predicted: dict[str, float | None]
-    """The terms of the price; null is infinite."""
+    """The terms of the price of what is carried out; null is infinite."""
     predicted_ttft_s: float | None
     fleet: str = ""
     """The name of a `FleetRecord`; "" in format 1."""
@@ -136,14 +142,13 @@ class DecisionRecord(msgspec.Struct, tag_field="kind", tag="decision", kw_only=T
         time_s: float,
     ) -> DecisionRecord:
         """Return what a decision says by itself. `placement`: the one that is carried out."""
-        step, predicted = decision.step, decision.predicted
+        step, predicted = decision.step, decision.terms_of(placement)
         wanted = decision.placement.prefill_worker
         return cls(
             time=time_s,
             path=path,
             session=step.session_id,
             policy=policy,
-            step_class=decision.step_class,
             prompt_tokens=step.prompt_tokens,
             boundary_tokens=step.boundary_tokens,
             expected_output_tokens=step.output_tokens,

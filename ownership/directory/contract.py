@@ -194,7 +194,8 @@ class ChainView:
     chunks: Sequence[ChunkRecords]
     """For each chunk asked for; empty where there is no record. May decode when indexed."""
     workers: Mapping[Epoch, WorkerState]
-    """At least those that the records name. An epoch that is missing has ended."""
+    """All that the directory remembers, also those that the records do not name. An epoch that is
+    missing has ended."""
     now_s: float
     """Directory time of the answer."""
 

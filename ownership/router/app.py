@@ -43,7 +43,7 @@ _CONNECT_S = 5.0
 def make_app(
     config: RouterConfig, placer: Placer | None = None, siblings: Siblings | None = None
 ) -> Starlette:
-    """Return the application, with its `state.metrics`.
+    """Return the application, with its `state.metrics`. Set `state.server` before it starts.
 
     `placer`: None for that of the configured policy. `siblings`: None if there are none.
     """
@@ -88,7 +88,8 @@ class _Router:
             self._proxy = Proxy(self._config, self._workers, placer, session, self.metrics, spans)
             reservations = Reservations(self._proxy, placer, self._config.lease_s)
             stack.callback(reservations.close)
-            app.routes[:0] = SelectionDoors(self._config, self._workers, reservations).routes
+            doors = SelectionDoors(self._config, self._workers, reservations, self.metrics)
+            app.routes[:0] = doors.routes
             stored = StoredStates(questions.servers)
             stack.callback(stored.close)
             app.routes[:0] = FleetDoors(self._fleet(self._proxy, placer), stored).routes
@@ -101,7 +102,12 @@ class _Router:
                 from ownership.router.ext_proc import Parts, endpoint_picker
 
                 parts = Parts(self._config, self._proxy, placer, self.metrics, spans)
-                picker = endpoint_picker(parts, self._config.ext_proc_port, self._is_ready)
+                picker = endpoint_picker(
+                    parts,
+                    self._config.ext_proc_port,
+                    lambda: self._is_ready() and not app.state.server.should_exit,
+                    app.state.server.grace_s,
+                )
                 app.state.ext_proc_port = await stack.enter_async_context(picker)
             yield
 

@@ -12,10 +12,12 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from hetero_connector.artifacts.record import ChunkKey
+from hetero_connector.containers import BoundedDict
 from ownership.decisions.records import DecisionRecord, FleetRecord
 from ownership.router.identity import PromptChain
 from ownership.scheduling.fleet import FleetView
@@ -24,8 +26,19 @@ _MOST = 10_000
 """Lines that may wait. More are lost, and counted."""
 _MOST_CHUNKS = 1 << 19
 """Chunks whose numbers are kept, about 60 MB."""
+_MOST_FLEETS = 128
+"""Fleets that are remembered, as the figures change while requests run. A reader keeps more."""
 
 _log = logging.getLogger(__name__)
+
+
+class _Line(NamedTuple):
+    """A decision to be written."""
+
+    record: DecisionRecord
+    chain: PromptChain | None
+    fleet: FleetRecord | None
+    """The fleet that the decision names; None if it names none."""
 
 
 class DecisionLog:
@@ -41,27 +54,34 @@ class DecisionLog:
         self._process = secrets.token_hex(4)
         self._numbers = ChunkNumbers(_MOST_CHUNKS)
         self._fleet: FleetView | None = None
-        self._fleet_name = self._written_fleet = ""
+        self._fleet_name = ""
+        self._fleets = BoundedDict[str, FleetRecord](_MOST_FLEETS)
+        """The newest fleets, by name."""
+        self._in_file = BoundedDict[str, None](_MOST_FLEETS)
+        """The names of those that the open file has. The thread's own."""
         self._is_torn = self._is_losing = False
-        self._waiting = queue.Queue[tuple[DecisionRecord | FleetRecord, PromptChain | None] | None](
-            _MOST
-        )
+        self._waiting = queue.Queue[_Line | None](_MOST)
         self._thread = threading.Thread(target=self._run, name="router-decisions", daemon=True)
         self._thread.start()
 
     def note_fleet(self, fleet: FleetView, record: DecisionRecord) -> None:
-        """Add the figures of the fleet that a decision was made on, as they are now."""
+        """Add the loads of the fleet that a decision was made on, and remember its figures."""
         if fleet is not self._fleet:
             told = FleetRecord.of(fleet)
             self._fleet, self._fleet_name = fleet, told.fleet
-            if told.fleet != self._written_fleet and self._put(told, None):
-                self._written_fleet = told.fleet
+            self._fleets[told.fleet] = told
         record.note_fleet(fleet, self._fleet_name)
         record.process = self._process
 
     def write(self, record: DecisionRecord, chain: PromptChain | None) -> None:
-        """Write a line soon. It never waits. `chain`: the prompt's chunks, if they are known."""
-        self._put(record, chain)
+        """Write a line soon, after that of its fleet. It never waits.
+
+        `chain`: the prompt's chunks, if they are known.
+        """
+        try:
+            self._waiting.put_nowait(_Line(record, chain, self._fleets.get(record.fleet)))
+        except queue.Full:
+            self._drop("the disk is too slow")
 
     def close(self) -> None:
         """Write what waits, and end."""
@@ -69,28 +89,24 @@ class DecisionLog:
         self._thread.join()
         self._file.close()
 
-    def _put(self, record: DecisionRecord | FleetRecord, chain: PromptChain | None) -> bool:
-        try:
-            self._waiting.put_nowait((record, chain))
-        except queue.Full:
-            self._drop("the disk is too slow")
-            return False
-        return True
-
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:
-            record, chain = item
-            if chain is not None and isinstance(record, DecisionRecord):
+            record, chain, fleet = item
+            if chain is not None:
                 record.chunk_tokens = chain.chunk_tokens
                 record.chunks = self._numbers.runs(chain.keys)
             try:
-                self._append(msgspec.json.encode(record) + b"\n")
+                self._follow_path()
+                if fleet is not None and fleet.fleet not in self._in_file:
+                    self._append(fleet)
+                    self._in_file[fleet.fleet] = None
+                self._append(record)
             except OSError as error:
                 self._drop(str(error))
 
-    def _append(self, line: bytes) -> None:
+    def _append(self, record: DecisionRecord | FleetRecord) -> None:
         """Write a line. One that the disk took a part of spoils no other."""
-        self._follow_path()
+        line = msgspec.json.encode(record) + b"\n"
         line = b"\n" + line if self._is_torn else line
         written = self._file.write(line)
         if written < len(line):
@@ -109,6 +125,7 @@ class DecisionLog:
         if not is_same:
             old, self._file = self._file, self._path.open("ab", buffering=0)
             self._is_torn = False
+            self._in_file.clear()
             old.close()
 
     def _drop(self, why: str) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from ownership.router.answer import refusal_headers
 from ownership.router.doors import Api, Reason, Refusal, error_body
+from ownership.router.metrics import RouterMetrics
 from ownership.router.open_files import MAX_EXTRA
 
 MAX_HEAD_BYTES = 65536
@@ -37,13 +37,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self,
         client_s: float,
         max_connections: int,
-        on_refused: Callable[[], object],
+        metrics: RouterMetrics,
         **parts: Any,
     ) -> None:
-        """`on_refused`: called for each connection that is refused, answered or not."""
+        """`metrics`: each connection that is refused counts there, and each answer."""
         super().__init__(**parts)
         self._client_s = client_s
-        self._max_connections, self._on_refused = max_connections, on_refused
+        self._max_connections, self._metrics = max_connections, metrics
         self._is_extra = False
         self._timer: asyncio.TimerHandle | None = None
         self._num_unparsed = 0
@@ -57,7 +57,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         num_extra = len(self.connections) - self._max_connections
         self._is_extra = num_extra > 0
         if num_extra > MAX_EXTRA:
-            self._on_refused()
+            self._metrics.connections_refused.inc()
             transport.abort()
             return
         if self._is_extra:
@@ -90,7 +90,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_unparsed = 0
         self._stop_timer()
         if self._is_extra and self.url.partition(b"?")[0] not in _ALWAYS_SERVED:
-            self._on_refused()
+            self._metrics.connections_refused.inc()
             text = f"this router has its {self._max_connections} connections (max_connections)"
             self._refuse(Refusal(Reason.TOO_MANY_CONNECTIONS, text, retry_after_s=1))
             return
@@ -122,7 +122,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _on_late(self) -> None:
         self._timer = None
         if self._is_extra:
-            self._on_refused()
+            self._metrics.connections_refused.inc()
         if self._is_in_head and not self.transport.is_closing():
             text = f"the request's head did not come within {self._client_s:g} s"
             self._refuse(Refusal(Reason.HEAD_TOO_SLOW, text))
@@ -136,6 +136,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._is_idle:
             self.transport.close()
             return
+        self._metrics.refused.labels(refusal.reason).inc()
         body = error_body(Api.OPENAI, refusal)
         head = [
             STATUS_LINE[refusal.status],

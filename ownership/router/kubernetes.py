@@ -11,6 +11,7 @@ import msgspec
 
 from ownership.router.config import WorkerAddress
 from ownership.router.config_values import KubernetesService
+from ownership.router.questions import PLAIN
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """The folder in which a pod finds its token, the API server's authority and its namespace."""
@@ -42,7 +43,7 @@ class EndpointSlices:
             f"https://{host}:{port}/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
         )
         # The token is read again each time: it is replaced every hour.
-        headers = {"authorization": f"Bearer {self._read('token')}"}
+        headers = PLAIN | {"authorization": f"Bearer {self._read('token')}"}
         query = {"labelSelector": f"{_SERVICE_LABEL}={self._service.name}"}
         authority = ssl.create_default_context(cafile=str(self._account / "ca.crt"))
         timeout = aiohttp.ClientTimeout(_TIMEOUT_S)

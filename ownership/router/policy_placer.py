@@ -1,7 +1,7 @@
 """Places requests by a scheduling policy: by who has a prompt's state, and what is under way.
 
 The view says how much of the prompt each worker has, the ledger how busy each is; the policy
-compares. One worker may compute the prompt and another decode. When the directory is silent, the
+compares. One worker may compute the prompt and another decode. When the view is not exact, the
 placer counts on what it knows itself: where a session was served last, and how much of it.
 """
 
@@ -86,10 +86,11 @@ class _Planned(Placed):
         decision = self.decision
         if decision is None:
             return None
-        prompt_tokens, predicted = self.step.prompt_tokens, decision.predicted
+        route = decision.route_of(self.placement)
+        prompt_tokens, predicted = self.step.prompt_tokens, decision.pricing.terms(route)
         return Forecast(
             prompt_tokens,
-            min(prompt_tokens, decision.pricing.resume_tokens(decision.route)),
+            min(prompt_tokens, decision.pricing.resume_tokens(route)),
             self.step.prefixes,
             predicted.ttft_s,
             predicted._asdict(),
@@ -247,10 +248,11 @@ class PolicyPlacer:
         ledger, by_name = self._ledger, self._by_name
         assert ledger is not None  # there is a candidate
         session_id = _session_id(request, body)
+        view, step = self._step(request, body, session_id, view, ledger)
         if isinstance(ledger, SharedLedger):
             view = view.with_doubts(ledger.doubts(now_s))
-        view, step = self._step(request, body, session_id, view, ledger)
-        is_whole = request.is_whole or not (self._can_hand_off and can_hand_off(body))
+        is_readable = self._can_hand_off and not self._views.unlisted
+        is_whole = request.is_whole or not (is_readable and can_hand_off(body))
         policy = self._whole_policy if is_whole else self._policy
         fleet = ledger.view(now_s)
         decision = policy.decide(step, fleet)
@@ -276,7 +278,7 @@ class PolicyPlacer:
             certainty=view.certainty,
             reasons=view.reasons,
             action=placement.action,
-            predicted_ttft_s=decision.predicted.ttft_s,
+            predicted_ttft_s=decision.terms_of(placement).ttft_s,
             prompt_tokens=sum(chain.num_tokens for chain in view.chains.values()),
             tokenized=sum(chain.tokenized for chain in view.chains.values()),
             session_id=session_id,
@@ -308,13 +310,22 @@ class PolicyPlacer:
         view: PromptView,
         ledger: Ledger,
     ) -> tuple[PromptView, Step]:
-        """Return the request as a step. A blind view gets what the session's last turn has left."""
+        """Return the request as a step.
+
+        A view that is not exact gets what the session's last turn has left, if that is more.
+        """
         last = self._sessions.get(session_id)
         prompt_tokens = view.prompt_tokens or _guessed_tokens(request)
         boundary = 0 if last is None else min(last.tokens, prompt_tokens)
-        if view.certainty is Certainty.BLIND and last is not None and last.worker in self._roles:
-            prefixes = {last.worker: WorkerPrefix(0, boundary, boundary)}
-            view = replace(view, prefixes=prefixes, certainty=Certainty.DEGRADED)
+        if (
+            view.certainty is not Certainty.EXACT
+            and last is not None
+            and last.worker in self._roles
+        ):
+            known = view.prefixes.get(last.worker, WorkerPrefix())
+            if known.local_tokens < boundary:
+                prefixes = {**view.prefixes, last.worker: WorkerPrefix(0, boundary, boundary)}
+                view = replace(view, prefixes=prefixes, certainty=Certainty.DEGRADED)
         owner = ledger.sessions.owner(session_id)
         forked = ledger.sessions.has_sibling(session_id, boundary)
         output_tokens = min(ledger.output_tokens, _most_output_tokens(body))

@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 
 from ownership.router.config import RouterConfig
+from ownership.router.questions import PLAIN
 from ownership.router.workers import Worker, WorkerSet, WorkerState
 
 _FAILURES = 3
@@ -29,7 +30,7 @@ class Prober:
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._present: set[Worker] = set()
         key = config.worker_api_key
-        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._headers = PLAIN | ({"authorization": f"Bearer {key}"} if key else {})
         self._timeout = aiohttp.ClientTimeout(config.probe_timeout_s)
 
     def follow(self) -> None:

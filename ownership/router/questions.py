@@ -14,6 +14,9 @@ from ownership.router.config import RouterConfig
 from ownership.router.view.checks import Ask
 from ownership.router.workers import Worker, WorkerSet, WorkerState
 
+PLAIN = {"accept-encoding": "identity"}
+"""A header of the router's own questions: its session passes answers on, and decodes none."""
+
 
 class Questions(Protocol):
     """The workers, and how the router asks them. Used on the event loop."""
@@ -41,7 +44,7 @@ class WorkerQuestions:
         self._session = session
         self.workers = workers
         key = config.worker_api_key
-        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._headers = PLAIN | ({"authorization": f"Bearer {key}"} if key else {})
         self._timeout = aiohttp.ClientTimeout(config.probe_timeout_s)
 
     def servers(self) -> Mapping[str, Ask]:

@@ -22,6 +22,7 @@ from starlette.routing import Route
 from ownership.router.answer import refusal_headers
 from ownership.router.config import RouterConfig
 from ownership.router.doors import DOORS, Api, Reason, Refusal, error_body
+from ownership.router.metrics import RouterMetrics
 from ownership.router.placer import Placed
 from ownership.router.requests import (
     ClientLeftError,
@@ -64,9 +65,14 @@ class SelectionDoors:
     """The routes. All answers are JSON."""
 
     def __init__(
-        self, config: RouterConfig, workers: WorkerSet, reservations: Reservations
+        self,
+        config: RouterConfig,
+        workers: WorkerSet,
+        reservations: Reservations,
+        metrics: RouterMetrics,
     ) -> None:
         self._config, self._workers, self._reservations = config, workers, reservations
+        self._metrics = metrics
         one = "/reservations/{name}"
         self.routes = [
             Route("/select", self._answering(self._select), methods=["POST"]),
@@ -179,6 +185,7 @@ class SelectionDoors:
                 refusal = error.refusal
             except ClientLeftError:
                 return Response(status_code=400)
+            self._metrics.refused.labels(refusal.reason).inc()
             headers = {n.decode(): v.decode() for n, v in refusal_headers(refusal)}
             return Response(error_body(Api.OPENAI, refusal), refusal.status, headers)
 

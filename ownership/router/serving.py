@@ -13,6 +13,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -82,9 +83,32 @@ def open_listener(config: RouterConfig, port: int | None = None) -> socket.socke
     return listener
 
 
+class Server(uvicorn.Server):
+    """A server of the router: when it ends, all requests under way have one deadline."""
+
+    def __init__(
+        self,
+        settings: uvicorn.Config,
+        drain_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(settings)
+        self._drain_s, self._clock = drain_s, clock
+        self._until_s = math.inf
+        """The deadline, once it ends."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._until_s = self._clock() + self._drain_s
+        await super().shutdown(sockets)
+
+    def grace_s(self) -> float:
+        """Return the seconds that requests under way may still take."""
+        return min(self._drain_s, max(0.0, self._until_s - self._clock()))
+
+
 def make_server(
     config: RouterConfig, placer: Placer | None = None, siblings: Siblings | None = None
-) -> uvicorn.Server:
+) -> Server:
     """Return a server of the application, which knows it as `app.state.server`.
 
     Workers' headers are passed on as they are. `siblings`: None if this router has one process.
@@ -94,7 +118,7 @@ def make_server(
         BoundedHttpProtocol,
         config.client_s,
         config.max_connections or open_files.default_connections(),
-        app.state.metrics.connections_refused.inc,
+        app.state.metrics,
     )
     settings = uvicorn.Config(
         app,
@@ -111,7 +135,7 @@ def make_server(
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(config.drain_s),
     )
-    app.state.server = server = uvicorn.Server(settings)
+    app.state.server = server = Server(settings, config.drain_s)
     return server
 
 

@@ -28,14 +28,13 @@ from ownership.scheduling.ledger import Ledger, LedgerLimits, Work
 from ownership.scheduling.ownerserve import OwnerServe
 from ownership.scheduling.policy import SchedulingPolicy
 from ownership.scheduling.registry import DEFAULT_POLICY, POLICIES, scheduling_policy
-from ownership.scheduling.step import ClassThresholds, Step, StepClass, WorkerPrefix, classify
+from ownership.scheduling.step import Step, WorkerPrefix
 from ownership.scheduling.step_pricing import PlacementTerms
 from ownership.scheduling.weights import PlacementWeights
 
 __all__ = [
     "DEFAULT_POLICY",
     "POLICIES",
-    "ClassThresholds",
     "FleetView",
     "Ledger",
     "LedgerLimits",
@@ -52,11 +51,9 @@ __all__ = [
     "SchedulingPolicy",
     "StateFootprint",
     "Step",
-    "StepClass",
     "Work",
     "WorkerLoad",
     "WorkerPrefix",
     "WorkerView",
-    "classify",
     "scheduling_policy",
 ]

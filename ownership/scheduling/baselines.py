@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ownership.scheduling.decision import PlacementDecision, decision_of
+from ownership.scheduling.decision import PlacementDecision
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.policy import accepting_workers
-from ownership.scheduling.step import ClassThresholds, Step, WorkerPrefix, classify
+from ownership.scheduling.step import Step, WorkerPrefix
 from ownership.scheduling.step_pricing import Route, StepPricing
 from ownership.scheduling.weights import PlacementWeights
 
@@ -20,7 +20,6 @@ class Baseline:
     """The part these policies share: they price their choice, but do not choose by price."""
 
     weights: PlacementWeights = field(default_factory=PlacementWeights)
-    thresholds: ClassThresholds = field(default_factory=ClassThresholds)
 
     def pricing(self, step: Step, fleet: FleetView, sources: Sequence[int] = ()) -> StepPricing:
         """Price the step by the present figures. `sources`: workers a prefill may read from."""
@@ -30,7 +29,7 @@ class Baseline:
         self, step: Step, fleet: FleetView, pricing: StepPricing, route: Route
     ) -> PlacementDecision:
         """Return the decision for `route`."""
-        return decision_of(step, classify(step, self.thresholds), fleet, pricing, route)
+        return PlacementDecision(step, route, fleet.names, pricing)
 
 
 @dataclass(frozen=True)

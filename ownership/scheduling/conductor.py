@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ownership.scheduling.baselines import Baseline
-from ownership.scheduling.decision import PlacementDecision, decision_of
+from ownership.scheduling.decision import PlacementDecision
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.policy import accepting_workers, holders
-from ownership.scheduling.step import Step, WorkerPrefix, classify
+from ownership.scheduling.step import Step, WorkerPrefix
 from ownership.scheduling.step_pricing import Route, StepPricing
 
 _NO_PREFIX = WorkerPrefix()
@@ -40,8 +40,7 @@ class Conductor:
         prefillers = accepting_workers(pricing, fleet.prefill_pool)
         prefill, source = self._prefill(step, fleet, pricing, prefillers)
         decode = self._decode(step, fleet, pricing)
-        step_class = classify(step, self.base.thresholds)
-        return decision_of(step, step_class, fleet, pricing, Route(decode, prefill, source))
+        return self.base.decision(step, fleet, pricing, Route(decode, prefill, source))
 
     def _prefill(
         self, step: Step, fleet: FleetView, pricing: StepPricing, found: Sequence[int]

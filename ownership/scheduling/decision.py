@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
-from ownership.scheduling.fleet import FleetView
-from ownership.scheduling.step import Step, StepClass, WorkerPrefix
+from ownership.scheduling.step import Step, WorkerPrefix
 from ownership.scheduling.step_pricing import PlacementTerms, Route, StepPricing
 
 _NO_PREFIX = WorkerPrefix()
@@ -77,7 +76,6 @@ class PlacementDecision:
     """The placement of a step. Details are computed on demand, from the figures at that time."""
 
     step: Step
-    step_class: StepClass
     route: Route
     names: tuple[str, ...]
     """Names of the workers, by the index that `route` uses."""
@@ -96,6 +94,18 @@ class PlacementDecision:
     def predicted(self) -> PlacementTerms:
         """The predicted cost of the chosen placement."""
         return self.pricing.terms(self.route)
+
+    def route_of(self, placement: Placement) -> Route:
+        """Return the route that is carried out: the chosen one, or one at a single worker instead,
+        as `whole` makes it."""
+        if placement == self.placement:
+            return self.route
+        at = self.names.index(placement.decode_worker)
+        return Route(at, at)
+
+    def terms_of(self, placement: Placement) -> PlacementTerms:
+        """Return the predicted cost of the placement that is carried out, as in `route_of`."""
+        return self.pricing.terms(self.route_of(placement))
 
     def candidates(self) -> Iterator[PlacementCandidate]:
         """Iterate over all candidates, and the choice if it is not among them. Slow."""
@@ -123,20 +133,9 @@ class PlacementDecision:
         if route.source is not None:
             moves = self.names[route.source] == owner and not step.forked
             return PlacementAction.STATE_MIGRATION if moves else PlacementAction.ARTIFACT_FETCH
-        if self.step_class is StepClass.DECODE_CONTINUATION and self.names[route.decode] == owner:
+        if self.names[route.decode] == owner and step.is_continuation:
             return PlacementAction.DECODE_CONTINUATION
         own = step.prefixes.get(self.names[route.decode], _NO_PREFIX).local_tokens
         if any(prefix.dram_tokens > own for prefix in step.prefixes.values()):
             return PlacementAction.TAIL_RECOMPUTE
         return PlacementAction.COLOCATED_PREFILL
-
-
-def decision_of(
-    step: Step,
-    step_class: StepClass,
-    fleet: FleetView,
-    pricing: StepPricing,
-    route: Route,
-) -> PlacementDecision:
-    """Return a decision for a route that was not chosen by price."""
-    return PlacementDecision(step, step_class, route, fleet.names, pricing)

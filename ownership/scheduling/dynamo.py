@@ -26,15 +26,18 @@ class Dynamo:
     token, active decode the tokens of running requests; both are the router's own account of what
     it sent, as far as the caller's `FleetView` is one.
 
-    With a prefill and a decode pool, the decode worker is the one of least
-    max(0, active decode + prompt - credits). It also prefills what is short there: less than
-    2,048 tokens without credit, and less than 0.7 of the prompt (conditional disaggregation).
-    Otherwise the prefill worker is the one of least max(0, active prefill + prompt - credits).
+    With a prefill and a decode pool, the prefill worker is the one of least
+    max(0, active prefill + prompt - credits), and the decode worker that of least active decode:
+    what it has of the prompt does not count there.
+
+    Dynamo counts a block once that several requests at a worker share. Here each counts it: a
+    router does not keep the chains of what is under way. So with long common prompts this policy
+    spreads more than Dynamo's.
 
     Source: ai-dynamo/dynamo, `lib/kv-router/src/scheduling/selector/default.rs` (`worker_logit`,
-    `minimum_cost_index`), defaults in `scheduling/config.rs`, and
-    `lib/kv-router/src/conditional_disagg.rs` (`IslBoundingPolicy`); read in November 2026. Queues
-    of policy classes, topology and output blocks (all off by default) are left out.
+    `minimum_cost_index`), defaults in `scheduling/config.rs`, and `build_decode_router_override`
+    of its prefill router for pools; read in November 2026. Left out is what is off by default:
+    conditional disaggregation, queues of policy classes, topology and output blocks.
     """
 
     rng: random.Random
@@ -45,9 +48,6 @@ class Dynamo:
     affinity: bool = False
     """True: a session stays at its worker while that accepts requests (`session_affinity`, mode
     hard, with a time to live that no session outlives)."""
-    local_tokens: float = 2_048.0
-    local_share: float = 0.7
-    """A decode worker prefills what is below both."""
     base: Baseline = field(default_factory=Baseline)
     name: str = "dynamo"
 
@@ -64,11 +64,14 @@ class Dynamo:
         if self.affinity and owner in found:
             at = owner
         elif has_pools:
-            active = pricing.table.context_tokens + step.prompt_tokens
-            at = self._least(np.maximum(active - credits, 0.0), found)
+            at = self._least(pricing.table.context_tokens, found)
         else:
             at = self._least(self.costs(step, pricing, credits), found)
-        prefill = self._prefill(step, fleet, pricing, credits, at) if has_pools else at
+        prefill = at
+        if has_pools:
+            active = pricing.table.queued_tokens + step.prompt_tokens
+            pool = accepting_workers(pricing, fleet.prefill_pool)
+            prefill = self._least(np.maximum(active - credits, 0.0), pool)
         return self.base.decision(step, fleet, pricing, Route(at, prefill))
 
     def credits(self, step: Step, fleet: FleetView) -> Floats:
@@ -88,17 +91,6 @@ class Dynamo:
         prefill = np.maximum(table.queued_tokens + step.prompt_tokens - credits, 0.0)
         costs: Floats = self.prefill_scale * prefill + table.context_tokens + step.prompt_tokens
         return costs
-
-    def _prefill(
-        self, step: Step, fleet: FleetView, pricing: StepPricing, credits: Floats, decode: int
-    ) -> int:
-        """Return the worker that prefills for a decode worker: it itself or one of the pool."""
-        rest = step.prompt_tokens - float(credits[decode])
-        if rest < self.local_tokens and rest < self.local_share * step.prompt_tokens:
-            return decode
-        active = pricing.table.queued_tokens + step.prompt_tokens
-        pool = accepting_workers(pricing, fleet.prefill_pool)
-        return self._least(np.maximum(active - credits, 0.0), pool)
 
     def _least(self, costs: Floats, found: Sequence[int]) -> int:
         least = min(costs[i] for i in found)

@@ -35,7 +35,7 @@ def _summary(decision: PlacementDecision) -> list[str]:
     if placement.source_worker is not None:
         workers += f", reading from {placement.source_worker}"
     lines = [
-        f"step: {decision.step_class}, {decision.step.prompt_tokens} tokens",
+        f"step: {decision.step.prompt_tokens} tokens",
         f"choice: {placement.action}, {workers}",
         f"predicted time to first token: {_ms(terms.ttft_s)} ms",
     ]

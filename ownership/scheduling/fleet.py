@@ -133,6 +133,10 @@ class Machine(NamedTuple, Generic[Number]):
     mixed_s: Number
     delay_token_s: Number
     delay_attention_s: Number
+    joining_s: Number
+    """Seconds that a request takes longer because another worker prefilled it: the handoff, and a
+    second front end and scheduling. Per request, then per token of its prompt."""
+    joining_token_s: Number
 
 
 class MachineTerms(NamedTuple):
@@ -254,15 +258,18 @@ class FleetView:
     ) -> FleetView:
         """Return an idle fleet with the `figures` of another one, without links.
 
-        Raises ValueError for an empty fleet or figures of another number, KeyError for a worker
+        Raises ValueError for an empty fleet or figures that no worker has, KeyError for a worker
         without figures.
         """
         fleet = cls.__new__(cls)
         fleet._set_workers(footprint, sorted(roles.items()))
         for name in fleet.names:
-            if len(figures[name]) != len(Machine._fields):
+            told = figures[name]
+            if len(told) != len(Machine._fields) or not all(0.0 <= x < math.inf for x in told):
                 raise ValueError(f"not the figures of worker {name!r}")
-            fleet._machines[name] = Machine(*figures[name])
+            fleet._machines[name] = machine = Machine(*told)
+            if not machine.step_tokens:
+                raise ValueError(f"worker {name!r} computes no token in a step")
             fleet.set_load(name, IDLE)
         fleet.links = None
         return fleet
@@ -300,7 +307,9 @@ class FleetView:
         compute = costs.compute.coefficients
         step_tokens = costs.step_tokens or _ONE_STEP
         sizes = (worker.hbm_bytes, worker.cache_bytes)
-        machine = Machine(*sizes, *compute, step_tokens, *paces, *costs.delays())
+        joining_s = costs.joining_s(0)
+        joining = (joining_s, costs.joining_s(1) - joining_s)
+        machine = Machine(*sizes, *compute, step_tokens, *paces, *costs.delays(), *joining)
         if worker.name not in self.index:
             raise KeyError(worker.name)
         self._machines[worker.name], self._known = machine, None
@@ -344,7 +353,7 @@ class FleetView:
         for name in self.names:
             self.set_load(name, IDLE)
         for name, load in loads.items():
-            if len(load) != _NUM_LOADS:
+            if len(load) != _NUM_LOADS or not all(0.0 <= x < math.inf for x in load):
                 raise ValueError(f"not a load of worker {name!r}: {load}")
             self.set_load(name, WorkerLoad(*load))  # type: ignore[arg-type]
 

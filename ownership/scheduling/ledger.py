@@ -2,7 +2,7 @@
 
 A report is old when it arrives, and until the next one every decision sees the same idle worker.
 So a router counts its own requests at once, and reports only correct the ledger: by the requests
-that others sent, and by requests whose end was lost.
+that others sent.
 
 Pure: no I/O, no clock, no threads. Times are seconds of one clock, and passed in.
 """
@@ -13,7 +13,6 @@ import math
 from collections import deque
 from collections.abc import Hashable, Set
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import NamedTuple
 
 from hetero_connector.planner.sessions import ThinkTimes
@@ -37,9 +36,6 @@ class LedgerLimits:
 
     trust_s: float = 10.0
     """Seconds for which a report says what others sent. Then nothing is known of them."""
-    settle_s: float = 5.0
-    """Seconds in which a request is on its way to a worker's queue, and its end on the way back. A
-    report contradicts only requests that are older."""
     lost_s: float = 1800.0
     """Seconds after which a request is given up whose end never came."""
     max_requests: int = 65_536
@@ -47,8 +43,8 @@ class LedgerLimits:
     max_sessions: int = 65_536
 
     def __post_init__(self) -> None:
-        seconds = (self.trust_s, self.settle_s, self.lost_s)
-        if not all(x > 0.0 for x in (*seconds, self.max_requests, self.max_sessions)):
+        limits = (self.trust_s, self.lost_s, self.max_requests, self.max_sessions)
+        if not all(x > 0.0 for x in limits):
             raise ValueError(f"limits are above 0: {self}")
 
 
@@ -94,6 +90,17 @@ class Share(NamedTuple):
     prompt_tokens: int = 0
     """Prompt tokens of all of them."""
 
+    def plus(self, change: Share) -> Share:
+        """Return the sum of both."""
+        tokens, prefilling, decoding, prompts = self
+        more_tokens, more_prefilling, more_decoding, more_prompts = change
+        return Share(
+            tokens + more_tokens,
+            prefilling + more_prefilling,
+            decoding + more_decoding,
+            prompts + more_prompts,
+        )
+
 
 class OthersShare(NamedTuple):
     """The part of a reported load that this router did not cause."""
@@ -117,6 +124,8 @@ class _InFlight:
     """Time when it was sent there."""
     new_tokens: int
     """Left to compute there; 0 after the first token."""
+    expected_by: _Worker | None = None
+    """The worker that will decode it, until it is handed off; None if it is not elsewhere."""
 
 
 class _Worker:
@@ -125,9 +134,11 @@ class _Worker:
     def __init__(self) -> None:
         self.own = Share()
         self.requests: dict[Hashable, _InFlight] = {}
-        """In the order in which they were sent here."""
         self.history: deque[tuple[float, Share]] = deque(maxlen=_HISTORY)
         """`own`, and since when; ascending."""
+        self.expected = Share()
+        """Decodes that other workers prefill. Apart from `own`: no report of this worker has
+        them."""
         self.others = NO_OTHERS
         self.reported_s = -math.inf
         self.residence_s = 0.0
@@ -135,14 +146,7 @@ class _Worker:
 
     def change(self, change: Share, now_s: float) -> None:
         """Add a difference to this router's share."""
-        tokens, prefilling, decoding, prompts = self.own
-        more_tokens, more_prefilling, more_decoding, more_prompts = change
-        self.own = Share(
-            tokens + more_tokens,
-            prefilling + more_prefilling,
-            decoding + more_decoding,
-            prompts + more_prompts,
-        )
+        self.own = self.own.plus(change)
         self.history.append((now_s, self.own))
 
     def own_at(self, time_s: float) -> Share | None:
@@ -163,7 +167,7 @@ class _Worker:
 class Ledger:
     """Keeps a `FleetView` as current as one router can. Not thread-safe.
 
-    O(log n) a call, amortised; `reported` is O(requests of this router at that worker).
+    O(log n) a call, amortised.
     """
 
     def __init__(
@@ -205,7 +209,7 @@ class Ledger:
         return self._workers.keys()
 
     def sent(self, request: Hashable, work: Work, now_s: float) -> None:
-        """A request is sent to its prefill worker.
+        """A request is sent to its prefill worker. The one that decodes expects it from now on.
 
         Raises KeyError for an unknown worker, ValueError for a request that is in flight.
         """
@@ -216,6 +220,8 @@ class Ledger:
         self._in_flight[request] = worker.requests[request] = flight
         self._changed.add(flight.at)
         worker.change(Share(work.new_tokens, 1, 0, work.prompt_tokens), now_s)
+        if work.decode_worker != work.prefill_worker:
+            self._expect(flight)
         self._demand.add(
             self._fleet.compute_s(flight.at, work.prompt_tokens, work.new_tokens), now_s
         )
@@ -279,7 +285,6 @@ class Ledger:
         self._changed.add(worker)
         if found.others != NO_OTHERS:
             self._trusted.append((at_s + self.limits.trust_s, worker))
-        self._give_up_contradicted(found, load, at_s, now_s)
 
     def accepts(self, worker: str, accepting: bool) -> None:
         """A worker accepts requests from now on, or none: it drains or does not answer."""
@@ -317,7 +322,8 @@ class Ledger:
         found = self._workers[worker]
         own, others = found.own, found.others
         running = own.decoding + min(own.prefilling, 1)  # an engine computes one long prompt first
-        context_tokens = self._context_tokens(own) + others.context_tokens
+        running += found.expected.decoding
+        context_tokens = self._context_tokens(own.plus(found.expected)) + others.context_tokens
         used_bytes = context_tokens * self._fleet.footprint.page_bytes_per_token
         hbm_bytes = self._fleet.hbm_bytes(worker)
         return WorkerLoad(
@@ -369,8 +375,21 @@ class Ledger:
             max(0, load.context_tokens - self._context_tokens(own)),
         )
 
+    def _expect(self, flight: _InFlight) -> None:
+        """Let the worker that will decode a request expect it, if it is known."""
+        name = flight.work.decode_worker
+        flight.expected_by = worker = self._workers.get(name)
+        if worker is not None:
+            worker.expected = worker.expected.plus(Share(0, 0, 1, flight.work.prompt_tokens))
+            self._changed.add(name)
+
     def _take(self, request: Hashable, flight: _InFlight, now_s: float) -> None:
-        """Take a request from the worker that has it."""
+        """Take a request from the worker that has it, and from the one that expects it."""
+        expecting, flight.expected_by = flight.expected_by, None
+        if expecting is not None:
+            gone = Share(0, 0, -1, -flight.work.prompt_tokens)
+            expecting.expected = expecting.expected.plus(gone)
+            self._changed.add(flight.work.decode_worker)
         worker = self._workers[flight.at]
         del worker.requests[request]
         self._changed.add(flight.at)
@@ -393,16 +412,6 @@ class Ledger:
             is_old = flight.sent_s + self.limits.lost_s < now_s
             if not is_old and len(self._in_flight) <= self.limits.max_requests:
                 return
-            self._give_up(request, flight, now_s)
-
-    def _give_up_contradicted(
-        self, worker: _Worker, load: WorkerLoad, at_s: float, now_s: float
-    ) -> None:
-        """Give up the oldest requests if a worker has fewer than were sent to it long before."""
-        until_s = at_s - self.limits.settle_s
-        sent = list(takewhile(lambda x: x[1].since_s < until_s, worker.requests.items()))
-        known = load.waiting_requests + load.running_requests
-        for request, flight in sent[: max(0, len(sent) - known)]:
             self._give_up(request, flight, now_s)
 
     def _give_up(self, request: Hashable, flight: _InFlight, now_s: float) -> None:

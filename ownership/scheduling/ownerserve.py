@@ -11,7 +11,7 @@ from ownership.scheduling.decision import PlacementAction, PlacementDecision, Re
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.policy import holders
 from ownership.scheduling.roles import Leaning
-from ownership.scheduling.step import ClassThresholds, Step, classify
+from ownership.scheduling.step import Step
 from ownership.scheduling.step_pricing import Route, StepPricing
 from ownership.scheduling.weights import PlacementWeights
 
@@ -30,7 +30,6 @@ class OwnerServe:
 
     weights: PlacementWeights = field(default_factory=PlacementWeights)
     """mu, kappa and the strength of roles."""
-    thresholds: ClassThresholds = field(default_factory=ClassThresholds)
     moves: frozenset[PlacementAction] = frozenset({_REMOTE, _FETCH, _MIGRATE})
     """The moves over the network that are considered."""
     max_sources: int = 4
@@ -38,7 +37,6 @@ class OwnerServe:
     name: str = "ownerserve"
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
-        step_class = classify(step, self.thresholds)
         owner = None if step.owner is None else fleet.index.get(step.owner)
         sources = self._sources(step, fleet)
         pricing = StepPricing(step, fleet, self.weights, sources, self._leaning(fleet))
@@ -49,7 +47,7 @@ class OwnerServe:
             if not pricing.table.accepting.any():
                 raise NoWorkerError
             refusal = Refusal("the prompt's pages fit no worker", np.inf)
-        return PlacementDecision(step, step_class, route, fleet.names, pricing, remote, refusal)
+        return PlacementDecision(step, route, fleet.names, pricing, remote, refusal)
 
     def _leaning(self, fleet: FleetView) -> Leaning | None:
         if self.weights.role == 1.0 or len(fleet) == 1:

@@ -119,8 +119,12 @@ class PrefillPricing:
 
     @cached_property
     def handoff_s(self) -> Floats:
-        """`[prefill, decode]` or `[1, decode]`: seconds of reading what another computed."""
-        return self._network(self._tokens - 1.0 - self.resident, None)
+        """`[prefill, decode]` or `[1, decode]`: seconds from one worker to the other: of the
+        handoff itself, and of reading what the other computed."""
+        machine = self._table.machine
+        read_s = self._network(self._tokens - 1.0 - self.resident, None)
+        handoff_s: Floats = read_s + machine.joining_s + self._tokens * machine.joining_token_s
+        return handoff_s
 
     def resume_tokens(self, worker: int, source: int | None) -> int:
         """Return the token from which a worker computes.

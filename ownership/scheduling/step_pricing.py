@@ -43,7 +43,8 @@ class PlacementTerms(NamedTuple):
     compute_s: float
     """Computing the part of the prompt that is not restored."""
     network_s: float
-    """Reading state from other workers, less the part that the queue hides."""
+    """Reading state from other workers, less the part that the queue hides, and what a handoff
+    takes besides."""
     restore_s: float
     """Loading from SSD to DRAM and from DRAM to pages, less the part that is hidden."""
     decode_s: float

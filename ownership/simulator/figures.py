@@ -22,6 +22,7 @@ class Figures:
     requests: int
     refused: int
     sessions: int
+    """Sessions whose requests were all answered. Figures of tasks are of these alone."""
     span_s: float
     """Virtual time from the first arrival to the last answer, or that of the window."""
     ttft_mean_s: float

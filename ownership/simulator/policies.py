@@ -16,7 +16,12 @@ from ownership.scheduling.fleet import Role
 from ownership.scheduling.ownerserve import OwnerServe
 from ownership.scheduling.policy import SchedulingPolicy
 from ownership.scheduling.predicted_latency import PredictedLatency
-from ownership.scheduling.registry import POLICIES, POOLED, scheduling_policy
+from ownership.scheduling.registry import (
+    POLICIES,
+    POOLED,
+    scheduling_policy,
+    without_remote_prefills,
+)
 from ownership.simulator.machine.worker import CachePolicy, WorkerSpec
 from ownership.simulator.routers import VIEWS, Knowledge
 from ownership.simulator.state.memory import EVICTIONS
@@ -86,8 +91,9 @@ class PolicySpec:
     ttft_objective_s: float | None = None
     """Requests that are predicted to take longer to the first token are refused."""
 
-    def scheduler(self, rng: random.Random) -> SchedulingPolicy:
-        """Return a new scheduling policy."""
+    def scheduler(self, rng: random.Random, can_hand_off: bool = True) -> SchedulingPolicy:
+        """Return a new scheduling policy. `can_hand_off`: False if some worker has no DRAM, from
+        and to which a handoff's state is read."""
         policy = scheduling_policy(self.scheduling, rng)
         if self.copies is not None and isinstance(policy, OwnerServe):
             policy = replace(policy, weights=replace(policy.weights, copy=self.copies))
@@ -99,6 +105,8 @@ class PolicySpec:
             policy.prefill_scale = self.prefill_scale or policy.prefill_scale
         if self.slo is not None and isinstance(policy, PredictedLatency):
             policy.ttft_objective_s, policy.token_objective_s = self.slo
+        if not can_hand_off:
+            policy = without_remote_prefills(policy)
         if self.ttft_objective_s is None:
             return policy
         return GatedPolicy(policy, self.ttft_objective_s)
@@ -106,7 +114,8 @@ class PolicySpec:
     def workers(self, fleet: Sequence[WorkerSpec]) -> list[WorkerSpec]:
         """Return a fleet's workers with the roles and only the tiers that the policy uses.
 
-        Raises SimulationError if the policy needs two pools and there is none or only one.
+        Raises SimulationError if the policy needs two pools and there is none or only one, or DRAM
+        and a worker has none.
         """
         without = {"all": {}, "dram": {"ssd": 0}, "gpu": {"ssd": 0, "dram": 0}}[self.tiers]
         found = [replace(w, capacity=replace(w.capacity, **without)) for w in fleet]
@@ -123,7 +132,18 @@ class PolicySpec:
                 "needs workers of two roles: set role in the fleet's file, or add +prefillers=N"
             )
             raise SimulationError(f"policy {self.text!r}", problem)
+        has_pools = {Role.PREFILL, Role.DECODE} <= {worker.role for worker in found}
+        hands_off = self.scheduling in POOLED and (POOLED[self.scheduling] or has_pools)
+        if not have_dram(found) and (hands_off or self.knowledge.prefix_lag):
+            what = "hands off" if hands_off else "prefix_lag is of"
+            problem = f"{what} what is in DRAM: give every worker some, and not tiers=gpu"
+            raise SimulationError(f"policy {self.text!r}", problem)
         return found
+
+
+def have_dram(fleet: Iterable[WorkerSpec]) -> bool:
+    """Return True if every worker has DRAM: what others computed is read from and to it."""
+    return all(worker.capacity.dram for worker in fleet)
 
 
 def parse_policy(text: str) -> PolicySpec:

@@ -29,6 +29,8 @@ class LiveSession:
     """Its duration if answers came at once: thinking, tools, and recorded offsets."""
     owner: str | None = None
     """The worker that decodes it."""
+    was_refused: bool = False
+    """True if one of its requests was refused: it does not end as recorded."""
     alone_s: dict[int, float] = field(default_factory=dict)
     """For each request that arrived, its seconds on an idle engine."""
     short_chunks: dict[int, ShortChunk] = field(default_factory=dict)
@@ -173,6 +175,7 @@ class Sessions:
     def on_refused(self, request: LiveRequest) -> None:
         """Give up a refused request and all that would have followed it."""
         live, lost = self.live[request.session], [request.index]
+        live.was_refused = True
         while lost:
             live.left -= 1
             lost += live.followers.get(lost.pop(), ())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from hetero_connector.artifacts.record import Tier
 from hetero_connector.errors import SimulationError
 from hetero_connector.spec.model_spec import ModelSpec
 from hetero_connector.spec.state_types import StateType
@@ -24,7 +25,7 @@ from ownership.simulator.fleet_file import FleetSpec
 from ownership.simulator.machine.channel import Flow
 from ownership.simulator.machine.engine import EngineTotals
 from ownership.simulator.machine.token_gaps import TokenGaps
-from ownership.simulator.machine.worker import Flows, WorkerTotals
+from ownership.simulator.machine.worker import Flows, WorkerSpec, WorkerTotals
 from ownership.simulator.policies import PolicySpec
 from ownership.simulator.recording import Recording
 from ownership.simulator.simulation import FleetSimulation
@@ -77,7 +78,7 @@ def simulate(
             workers=len(fleet.workers),
             model=fleet.model_name,
             trace=sent.source,
-            caveats=sent.caveats,
+            caveats=(*sent.caveats, *_guesses([x.spec for x in run.workers.values()])),
             seed=workload.seed,
             parameters=workload.parameters(),
             figures=figures_of(run),
@@ -99,6 +100,22 @@ def chunk_tokens_of(trace: Trace, fleet: FleetSpec, model: ModelSpec) -> int:
         problem = f"{wanted} is no multiple of the {block}-token blocks of {trace.source}"
         raise SimulationError(fleet.source, problem, "chunk_tokens")
     return wanted
+
+
+def _guesses(workers: Sequence[WorkerSpec]) -> Iterator[str]:
+    """Yield a sentence on the tiers that are used and that a worker's profile has not measured."""
+    readers = {
+        Tier.DRAM: [x for x in workers if x.capacity.dram],
+        Tier.SSD: [x for x in workers if x.capacity.ssd],
+        Tier.PEER: [x for x in workers if x.capacity.dram and len(workers) > 1],
+    }
+    guessed = [
+        tier.value
+        for tier, found in readers.items()
+        if not all(worker.costs.load.is_measured(tier) for worker in found)
+    ]
+    if guessed:
+        yield f"Profiles have not measured loads from {' and '.join(guessed)}: speeds are guesses."
 
 
 def figures_of(run: FleetSimulation) -> Figures:

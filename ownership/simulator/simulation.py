@@ -15,7 +15,7 @@ from ownership.simulator.figures import ChunkSet, Objectives, Tally
 from ownership.simulator.fleet_file import FleetSpec
 from ownership.simulator.machine.request import LiveRequest
 from ownership.simulator.machine.worker import Worker, WorkerTotals
-from ownership.simulator.policies import PolicySpec
+from ownership.simulator.policies import PolicySpec, have_dram
 from ownership.simulator.recording import Recording
 from ownership.simulator.routers import Routers
 from ownership.simulator.sessions import LiveSession, Population, Sessions, instant_s
@@ -24,7 +24,7 @@ from ownership.simulator.state.owners import ChunkOwners, ChunkRanges
 from ownership.simulator.state.restoring import StoredChunkTable
 from ownership.simulator.state.shape import StateShape
 from ownership.simulator.traces.block_runs import BlockRuns
-from ownership.simulator.traces.session import Session, Trigger
+from ownership.simulator.traces.session import Session
 from ownership.simulator.workload import WHOLE, Window
 
 _SAMPLE_EVERY = 512
@@ -61,12 +61,13 @@ class FleetSimulation:
         self.loop, self.tally = EventLoop(), Tally(objectives or Objectives())
         self.shape, self._timer, self._report_answer = shape, timer, on_answer
         table, owners = StoredChunkTable(shape), ChunkOwners(self._owned)
+        specs = policy.workers(fleet.workers)
         self.workers = {
             spec.name: Worker(
                 spec, self.loop, shape, policy.cache, fleet.limits, table, owners,
                 self._on_finished, self._on_prefilled,
             )
-            for spec in policy.workers(fleet.workers)
+            for spec in specs
         }  # fmt: skip
         self._recording = recording
         if recording is not None:
@@ -79,7 +80,8 @@ class FleetSimulation:
         self._links = fleet.links
         self.routers = Routers(
             self.loop, self.workers, shape.footprint, fleet.links, policy.knowledge,
-            policy.scheduler, seed, lambda: self.sessions.are_over,
+            partial(policy.scheduler, can_hand_off=have_dram(specs)),
+            seed, lambda: self.sessions.are_over,
         )  # fmt: skip
         self._reads_any_peer = policy.peers == "any"
         self._keeps_answers = policy.answers == "kept"
@@ -196,7 +198,6 @@ class FleetSimulation:
     def _step(self, live: LiveSession, request: LiveRequest) -> Step:
         """Return the request as it is, without what a router has to know of its session."""
         chain = request.chain.head((request.prompt_tokens - 1) // self.shape.chunk_tokens)
-        recorded = live.request(request.index)
         boundary_tokens = live.boundary_tokens(request.index, self._block_tokens)
         request.alone_s = live.alone_s[request.index] = self._times.alone_s(
             request.prompt_tokens, boundary_tokens, request.output_tokens
@@ -206,7 +207,6 @@ class FleetSimulation:
             self.routers.prefixes(chain, self.shape.chunk_tokens),
             live.session.id,
             boundary_tokens=boundary_tokens,
-            from_tool=recorded.trigger is Trigger.TOOL_RESULT,
         )
 
     def _make_short_chunk(self, live: LiveSession, request: LiveRequest) -> None:
@@ -249,6 +249,7 @@ class FleetSimulation:
 
         `limit`: read up to so many chunks; None: as far as the request can resume.
         """
+        target.expect(request)
         chain, short = request.chain, None
         if limit is None:
             limit = (request.prompt_tokens - 1) // self.shape.chunk_tokens
@@ -304,9 +305,10 @@ class FleetSimulation:
             self._fetch(request, worker, decoder)
 
     def _close(self, live: LiveSession) -> None:
-        """Count a session whose last request was answered or refused."""
+        """Count a session whose last request was answered or refused; as a task if all were
+        answered."""
         self.routers.on_closed(live)
-        if self._counts_task(live):
+        if self._counts_task(live) and not live.was_refused:
             task_s, requests = self.loop.now_s - live.started_s, live.session.requests
             alone_s = instant_s(requests, defaultdict(float, live.alone_s)) - live.instant_s
             self.tally.on_task_ended(live.number, task_s, live.instant_s, alone_s)

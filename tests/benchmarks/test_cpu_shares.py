@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import time
@@ -18,9 +19,12 @@ def used_s(process: subprocess.Popen[bytes]) -> float:
     return times.user + times.system
 
 
-def test_a_process_gets_its_share_and_no_more_or_an_error_says_why() -> None:
+NOT_ALLOWED = (errno.EPERM, errno.EACCES, errno.EROFS)
+
+
+def test_a_process_gets_its_share_and_no_more() -> None:
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    share, refused, used = None, "", 0.0
+    share = None
     try:
         share = CpuShare("test")
         share.add(process.pid)
@@ -30,13 +34,15 @@ def test_a_process_gets_its_share_and_no_more_or_an_error_says_why() -> None:
         time.sleep(1.0)
         used = (used_s(process) - before_s) / (time.perf_counter() - began_s)
     except OSError as error:
-        refused = str(error)
+        if error.errno not in NOT_ALLOWED:
+            raise
+        pytest.skip(f"this user may not make control groups: {error}")
     finally:
         process.kill()
         process.wait()
         if share is not None:
             share.close()
-    assert "cgroup" in refused or 0.0 < used <= 0.3
+    assert 0.0 < used <= 0.3
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ import asyncio
 import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from aiohttp import web
 
+from benchmarks import live_redrawn
 from benchmarks.live_client import Answered, Played, play
 from benchmarks.live_fleet import Gained
 from benchmarks.live_policies import (
@@ -27,7 +29,7 @@ from benchmarks.live_policies import (
     interval,
     is_close,
 )
-from benchmarks.live_redrawn import Times, simulated
+from benchmarks.live_redrawn import Times, newest, simulated
 from benchmarks.live_redrawn import compared as redrawn
 from benchmarks.live_twin import Machine, Simulated, Where, compared
 from benchmarks.scaled_sessions import scaled
@@ -200,6 +202,16 @@ def test_the_played_draw_is_shown_apart() -> None:
     low, high = figures["interval"]["other"]
     assert low == pytest.approx(1 / 3, abs=1e-3)
     assert high == 1.0
+
+
+def test_costs_come_from_the_newest_result_with_all_setups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_redrawn, "RESULTS", tmp_path)
+    for day, setups in ((27, SETUPS), (28, SETUPS), (29, ["three"])):
+        result = json.dumps({"figures": {setup: {} for setup in setups}})
+        (tmp_path / f"live_policies-2026-11-{day}.json").write_text(result)
+    assert newest().name == "live_policies-2026-11-28.json"
 
 
 def test_scaled_sessions_share_what_recorded_ones_shared() -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import restore_parts
+from benchmarks.measure import Samples
+from benchmarks.side_by_side import shared_prefixes
+from examples import cpu_kernels
 
 
 @pytest.mark.parametrize("part", restore_parts._PARTS, ids=lambda part: part.name)
@@ -15,3 +21,40 @@ def test_every_part_has_its_methods(part: restore_parts._Part) -> None:
     kind = getattr(importlib.import_module(module), name)
     for method in part.methods:
         assert callable(getattr(kind, method))
+
+
+@pytest.fixture
+def without_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = {"deepseek_v4": "no kernels"}
+    monkeypatch.setattr(cpu_kernels, "unsupported_reason", lambda model: reasons.get(model, ""))
+
+
+def test_a_model_that_this_cpu_cannot_run_is_left_out(
+    without_avx512: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = Samples({"first token": [1.0], "memcpy": [1.0]})
+    monkeypatch.setattr(restore_parts, "measure", lambda *_: (measured, measured, 1))
+    monkeypatch.setattr(sys, "argv", ["restore_parts", "gemma3", "deepseek_v4", "--turns", "1"])
+    restore_parts.main()
+    printed = capsys.readouterr().out
+    assert printed.startswith("deepseek_v4: skipped, no kernels\n")
+    assert "gemma3, ms" in printed
+    assert "deepseek_v4, ms" not in printed
+
+
+def test_shared_prefixes_leave_out_what_this_cpu_cannot_run(
+    without_avx512: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured: list[str] = []
+    sharing = shared_prefixes.Sharing(1, 1, 1)
+
+    def measure(model: str, *_: Any) -> shared_prefixes.Restart:
+        measured.append(model)
+        return shared_prefixes.Restart(model, sharing, sharing)
+
+    monkeypatch.setattr(shared_prefixes, "measure", measure)
+    monkeypatch.setattr(shared_prefixes, "ROOT", tmp_path)
+    monkeypatch.setattr(shared_prefixes, "stop_servers_on_sigterm", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["shared_prefixes"])
+    shared_prefixes.main()
+    assert measured == [x for x in shared_prefixes.MODELS if x != "deepseek_v4"]

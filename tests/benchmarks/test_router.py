@@ -1,13 +1,17 @@
 """The benchmark of the router still measures whole answers, exact placements and every figure."""
 
 import asyncio
+import itertools
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 import pytest
 
 from benchmarks import router_decision, router_sessions
 from benchmarks.bare_relay import running_relay
-from benchmarks.router import stream
+from benchmarks.router import new_prompts, stream
 from benchmarks.stub_fleet import StubFleet
 
 
@@ -29,6 +33,20 @@ def test_a_decision_takes_longer_among_more_workers() -> None:
     )
 
 
+def test_rates_that_disagree_are_both_told() -> None:
+    """The last block's requests cost half of what the first one's do."""
+    idle = router_sessions.Block(0.0, wall_s=10.0, cpu_s=5.0, redis_s=1.0)
+    loaded = []
+    for rate, cpu_s in ((4.0, 4.0), (8.0, 2.0)):
+        wall_s = 100 / rate
+        loaded.append(router_sessions.Block(rate, 100, wall_s, 0.5 * wall_s + cpu_s))
+        loaded[-1].first_byte_s.append(1.0)
+    client: Any = SimpleNamespace(certainties=Counter(exact=1), tokens=[1], new_tokens=[1])
+    figures = router_sessions._figures([idle, *loaded], client)
+    assert figures["cores_at_100_rps_100k"] == pytest.approx(4.5)
+    assert figures["cores_at_100_rps_100k_least"] == pytest.approx(2.5)
+
+
 @pytest.mark.long
 def test_sessions_grow_and_are_placed_exactly() -> None:
     sizes = {"tokens": 12_000, "workers": 3, "sessions": 2, "turns": 2, "new_tokens": 500}
@@ -40,6 +58,12 @@ def test_sessions_grow_and_are_placed_exactly() -> None:
     # has more or fewer characters for a token than 4.2.
     expected = 8_000 / 4.2 + (12_000 - 4 * 500) + 4.5 * 500
     assert 0.75 * expected < figures["prompt_tokens"] < 1.25 * expected
-    assert figures["cores_at_100_rps_100k"] > 0.0
+    assert figures["cores_at_100_rps_100k"] >= figures["cores_at_100_rps_100k_least"] > 0.0
     # Those after the last cut are made again. One process that knew nothing would make 12,000.
     assert figures["tokenized_over_new"] < 2.0
+
+
+def test_prompts_that_are_placed_share_no_chunk() -> None:
+    prompts = list(itertools.islice(new_prompts(), 300))
+    assert {len(prompt) for prompt in prompts} == {2_000}
+    assert len({prompt[:8] for prompt in prompts}) == 300

@@ -34,7 +34,6 @@ def decision(time_s: float, worker: str = "w0", chunks: int = 4, first: int = 0)
         time=time_s,
         path="/v1/completions",
         policy="ownerserve",
-        step_class="incremental_turn",
         prompt_tokens=1_000,
         worker=worker,
         action=PlacementAction.COLOCATED_PREFILL,

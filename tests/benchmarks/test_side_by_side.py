@@ -7,13 +7,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from benchmarks import measure
+from benchmarks.measure import Samples
 from benchmarks.side_by_side import __main__ as command
-from benchmarks.side_by_side import report
+from benchmarks.side_by_side import report, work
 from benchmarks.side_by_side.contestants import CONTESTANTS, Place
 from benchmarks.side_by_side.environments import (
     Environment,
@@ -22,7 +23,13 @@ from benchmarks.side_by_side.environments import (
     run_command,
 )
 from benchmarks.side_by_side.rows import Outcome, Row
-from benchmarks.side_by_side.work import Arena, cause, useful_bytes
+from benchmarks.side_by_side.work import (
+    Arena,
+    References,
+    _added_over_memcpy,
+    cause,
+    useful_bytes,
+)
 from examples.checkpoints import write_checkpoint
 from examples.serving import Reply
 
@@ -34,6 +41,7 @@ def row(contestant: str, model: str = "dense", added_s: float | None = 0.02, **f
         "seconds": {"cold save": 5.0, "local": 0.1, "memory": 0.12, "memcpy": 0.025}
         | {"restart limit": 0.05, "restart verified limit": 0.06},
         "added_s": added_s,
+        "added_over_memcpy": None if added_s is None else added_s / 0.025,
         "after_s": {"restart": 0.07},
         "restored_tokens": {"memory": 8000, "restart": 8000},
         "power": 2.0,
@@ -66,6 +74,26 @@ def test_large_restores_are_compared_with_a_copy_and_small_ones_beyond_it() -> N
     assert figures["ssd_over_verified_limit"] == 1.2
 
 
+def test_a_copy_that_was_disturbed_is_no_reference() -> None:
+    calm, disturbed = ({"memcpy": spread} for spread in (1.9, 29.1))
+    assert report.figures([row("heterocache", spread=calm)])["dram_over_memcpy"] == 0.8
+    other = row("heterocache", "second", spread=disturbed)
+    assert "dram_over_memcpy" not in report.figures([row("heterocache", spread=calm), other])
+    assert "memcpy varied 29-fold" in report.tables([other])
+
+
+def test_what_a_restore_adds_is_compared_with_the_copy_of_its_turn() -> None:
+    samples = Samples({"memory": [2.0, 3.0, 9.0], "local": [1.0] * 3, "memcpy": [2.0, 2.0, 8.0]})
+    assert _added_over_memcpy(samples) == 1.0
+    assert _added_over_memcpy(Samples({"local": [1.0]})) is None
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(0.01, -0.01), (-0.01, 0.01), (0.01, 0.0)])
+def test_times_within_the_noise_are_not_compared(ours: float, theirs: float) -> None:
+    rows = [row("heterocache", added_s=ours), row("lmcache", added_s=theirs)]
+    assert "added_over_best_rival" not in report.figures(rows)
+
+
 def test_a_limit_that_was_not_measured_is_no_figure() -> None:
     """Rows of older runs have one limit."""
     older = row("heterocache", seconds={"memory": 0.12, "memcpy": 0.025, "restart limit": 0.05})
@@ -79,6 +107,13 @@ def test_wrong_answers_after_faults_count() -> None:
     assert report.figures([row("heterocache", faults=faults)])["wrong_answers_ours"] == 1
     far = {"memory": 0.19, "restart": 0.21}
     assert report.figures([row("heterocache", distances=far)])["wrong_answers_ours"] == 1
+
+
+def test_an_error_a_hang_and_a_run_that_was_stopped_count() -> None:
+    faults = {"process-killed": Outcome.ERROR, "disk-full": Outcome.HANG}
+    faults |= {"other-weights": Outcome.COMPUTED, "file-corrupted": Outcome.NOT_RUN}
+    rows = [row("heterocache", faults=faults), row("heterocache", "gemma3", error="restart: no")]
+    assert report.figures(rows)["unanswered_ours"] == 3
 
 
 def test_a_contestant_that_cannot_run_is_a_row_with_its_error() -> None:
@@ -107,7 +142,8 @@ def test_all_figures_that_are_promised_come_from_a_complete_run() -> None:
     small = row("heterocache", "gemma3", useful_bytes=12_000_000)
     assert report.figures([row("heterocache"), small, row("lmcache")]).keys() == {
         *("added_over_best_rival", "dram_over_memcpy", "restore_fixed_ms"),
-        *("ssd_over_limit", "ssd_over_verified_limit", "rivals_run", "wrong_answers_ours"),
+        *("ssd_over_limit", "ssd_over_verified_limit", "rivals_run"),
+        *("wrong_answers_ours", "unanswered_ours"),
     }
 
 
@@ -185,6 +221,50 @@ def test_the_newest_rows_of_a_file_are_published(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["added_over_best_rival"] == 0.5
     (written,) = (tmp_path / "results").glob("*.txt")
     assert "it was stopped here" not in written.read_text()
+
+
+def test_a_run_without_all_stages_writes_no_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(report, "picture", lambda rows: tmp_path / "picture.png")
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(command, "stop_servers_on_sigterm", lambda: None)
+    monkeypatch.setattr(command, "measure", lambda contestant, case, *_: row("heterocache"))
+    monkeypatch.setattr(sys, "argv", ["side_by_side", "--stages", "streams", "restart"])
+    command.main()
+    assert not (tmp_path / "results").exists()
+    monkeypatch.setattr(sys, "argv", ["side_by_side"])
+    command.main()
+    assert len([*(tmp_path / "results").iterdir()]) == 2
+
+
+def test_a_reference_that_did_not_start_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unlucky:
+        made: ClassVar[list[Unlucky]] = []
+
+        def __init__(self, *_: object) -> None:
+            self.server, self.killed = self, 0
+            self.made.append(self)
+
+        def start(self) -> None:
+            if len(self.made) == 1:
+                raise RuntimeError("no /health")
+
+        def kill(self) -> None:
+            self.killed += 1
+
+    monkeypatch.setattr(work, "Reference", Unlucky)
+    contestant = CONTESTANTS["heterocache"]
+    with References(command.CASES["dense-bench"], tmp_path) as references:
+        with pytest.raises(RuntimeError, match="no /health"):
+            references.of(contestant)
+        second: Any = references.of(contestant)
+        assert references.of(contestant) is second
+    assert [x.killed for x in Unlucky.made] == [1, 1]
+    assert Unlucky.made[1:] == [second]
 
 
 def test_an_answer_is_judged_by_what_the_comparison_can_see() -> None:

@@ -52,7 +52,7 @@ def test_traffic_to_its_address_is_slow_and_other_traffic_is_not() -> None:
     if done.returncode:  # not for this user, or not on this machine
         why = "unshare failed|run as root|install iproute2|kind is unknown|Unknown device type"
         assert re.search(why, done.stderr), done.stderr
-        return
+        pytest.skip(done.stderr.strip().splitlines()[-1])
     slow_s, fast_s = map(float, done.stdout.split())
     assert slow_s > 0.8 * 4.0 * 8 / 80, "4 MB at 80 Mbit/s"
     assert fast_s < 0.5 * slow_s

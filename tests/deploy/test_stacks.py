@@ -21,6 +21,7 @@ from hetero_connector.config import HeteroConfig
 from hetero_connector.supported_vllm import check_version
 from ownership.directory.redis.address import RedisAddress
 from ownership.router.config import read_config
+from scripts.make_dashboard import DASHBOARDS
 from tests.examples.test_disaggregated_compose import COMPOSE as EXAMPLE
 from tests.examples.test_disaggregated_compose import compose, compose_services
 
@@ -136,6 +137,15 @@ def test_a_server_of_compose_is_configured_as_the_connector_takes_it(
     assert service["depends_on"] == {"redis": {"condition": "service_healthy"}}
 
 
+def test_the_example_s_image_has_a_name_of_its_own(services: dict[str, Any]) -> None:
+    """Else either compose file would run what the other one has built."""
+    stacks = services, compose_services(EXAMPLE, GIVEN)
+    ours, theirs = ({x["image"] for x in stack.values() if "build" in x} for stack in stacks)
+    assert ours
+    assert theirs
+    assert not ours & theirs
+
+
 def test_each_server_has_an_ssd_directory_a_gpu_and_a_port_of_its_own(
     services: dict[str, Any],
 ) -> None:
@@ -203,7 +213,7 @@ def test_prometheus_scrapes_every_server_and_grafana_asks_it(services: dict[str,
     (folder,) = yaml.safe_load((provisioning / "dashboards/heterocache.yaml").read_text())[
         "providers"
     ]
-    assert f"{folder['options']['path']}/heterocache.json" in {
+    assert {f"{folder['options']['path']}/{board.path.name}" for board in DASHBOARDS} < {
         target for _, target in mounts(services["grafana"])
     }
 

@@ -19,14 +19,19 @@ from hetero_connector.engine.scheduler.request_identifier import read_adapter
 class Core:
     """An engine core that loads adapters by `load`."""
 
-    set_weight_version = collective_rpc = lambda self: None
-
     def __init__(self, load: Callable[[], bool], connector: object) -> None:
         self._load = load
         self.scheduler = SimpleNamespace(get_kv_connector=lambda: connector)
 
+    def set_weight_version(self, weight_version: str) -> None: ...
+
     def add_lora(self, lora_request: LoRARequest) -> bool:
         return self._load()
+
+    def collective_rpc(
+        self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None
+    ) -> list[bool]:
+        return [self._load()]
 
 
 def heard(
@@ -65,6 +70,43 @@ def test_a_connector_hears_which_adapter_was_loaded(
     assert heard(monkeypatch, tmp_path, fail) == [None]
     weights.write_bytes(b"old")
     assert heard(monkeypatch, tmp_path, write) == [None], "either may have been loaded"
+
+
+LORA = LoRARequest("x", 1, "/adapters/x")
+
+
+def fails() -> bool:
+    raise OSError("one of the ranks has failed")
+
+
+@pytest.mark.parametrize("load", [lambda: True, fails])
+@pytest.mark.parametrize(
+    ("call", "event"),
+    [
+        ({"method": "add_lora", "args": (LORA,)}, ("adapter", LORA, None)),
+        ({"method": "add_lora", "kwargs": {"lora_request": LORA}}, ("adapter", LORA, None)),
+        ({"method": "add_lora", "args": (["x", 1, "/adapters/x"],)}, ("weights", None)),
+        ({"method": "sleep", "args": (1,)}, ("weights", None)),
+        ({"method": "wake_up"}, None),
+    ],
+)
+def test_a_connector_hears_of_adapters_and_sleep_by_calls_to_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+    load: Callable[[], bool],
+    call: dict[str, Any],
+    event: tuple[object, ...] | None,
+) -> None:
+    events: list[tuple[object, ...]] = []
+    listener = SimpleNamespace(
+        on_weights_changed=lambda version: events.append(("weights", version)),
+        on_adapter_loaded=lambda lora, digest: events.append(("adapter", lora, digest)),
+    )
+    monkeypatch.setattr(vllm_core, "EngineCore", type("Observed", (Core,), dict(vars(Core))))
+    weight_updates.observe()
+    core: Any = vllm_core.EngineCore(load, listener)  # type: ignore[arg-type]
+    with suppress(OSError):
+        assert core.collective_rpc(**call) == [True]
+    assert events == ([] if event is None else [event])
 
 
 def test_an_engine_without_this_connector_loads_adapters_as_before(

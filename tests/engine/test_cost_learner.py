@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from hetero_connector.engine.messages import (
 )
 from hetero_connector.engine.scheduler.cost_learner import CostLearner
 from hetero_connector.metrics import COUNTERS, HISTOGRAMS
-from hetero_connector.planner.compute_model import attention_work
+from hetero_connector.planner.compute_model import ComputeCoefficients, attention_work
 from hetero_connector.spec import ModelSpec, RestoreRule, StateType
 from hetero_connector.store.base import ReadTiming
 from tests.engine.fakes import DENSE, FakeRequest, layer, scheduled
@@ -66,8 +67,7 @@ def test_work_is_summed_over_the_requests_of_a_step(engine: Engine) -> None:
     engine.requests["b"].num_computed_tokens = 64
     meta = step(engine, a=128, b=64)
     (asked,) = engine.side._learner._timed.values()
-    assert asked.new_tokens == 192
-    assert asked.work == attention_work(128, 0) + attention_work(64, 64)
+    assert asked.mix == (192, attention_work(128, 0) + attention_work(64, 64), 0, 0)
     assert meta.timed_as is not None
 
 
@@ -80,10 +80,34 @@ def test_a_step_teaches_the_cost_of_a_prefill_for_decodes(engine: Engine) -> Non
     meta = step(engine, a=1, b=64)
     (asked,) = engine.side._learner._timed.values()
     assert asked.mix == (64, attention_work(64, 64), 1, 200)
-    assert asked.work == attention_work(64, 64) + attention_work(1, 200)
     timed(engine, meta, 0.25)
     assert engine.costs.interference.samples == 1
     assert engine.costs.interference.predict(asked.mix) == pytest.approx(0.25, rel=0.05)
+
+
+def test_decodes_do_not_teach_the_attention_of_prefills(engine: Engine) -> None:
+    """A context token of a decode takes twenty times as long as one of a prefill's attention."""
+    prefill = ComputeCoefficients(8e-3, 3e-5, 1e-9)
+    rng = random.Random(0)
+    for name in ("decodes", "computes"):
+        engine.admit(FakeRequest(name, tokens(40_000, len(name))))
+    for number in range(1200):
+        context = rng.randrange(1_000, 30_000)
+        size = rng.choice((64, 256, 1024, 4096)) if number % 4 == 0 else 0
+        engine.requests["decodes"].num_computed_tokens = 40_000 + context
+        engine.requests["computes"].num_computed_tokens = rng.randrange(30_000)
+        decoding_s = 2e-8 * (40_000 + context)
+        if size:
+            over = engine.requests["computes"].num_computed_tokens
+            meta = step(engine, decodes=1, computes=size)
+            timed(engine, meta, prefill.prompt_s(size, over) + decoding_s)
+        elif (meta := step(engine, decodes=1)).timed_as is not None:
+            timed(engine, meta, prefill.step_s + decoding_s)
+    learned = engine.costs.compute
+    for size, context in ((64, 30_000), (256, 30_000), (4096, 0), (4096, 30_000)):
+        assert learned.predict(size, context) == pytest.approx(
+            prefill.prompt_s(size, context), rel=0.1
+        )
 
 
 def test_a_step_with_an_unknown_request_teaches_nothing(engine: Engine) -> None:

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,6 +105,30 @@ def test_a_directory_of_another_user_is_not_trusted(
     (own_directory / "heterocache-12345").mkdir()
     with pytest.raises(StoreError, match="another user"):
         publish_geometry("engine", geometry(0))
+
+
+@pytest.mark.parametrize(
+    ("put", "problem"),
+    [
+        (lambda path, elsewhere: path.symlink_to(elsewhere), "is not a directory"),
+        (lambda path, elsewhere: path.symlink_to(elsewhere / "gone"), "is not a directory"),
+        (lambda path, elsewhere: path.touch(), "is not a directory"),
+        (lambda path, elsewhere: (path.mkdir(), path.chmod(0o730)), r"is open .*mode 730"),
+    ],
+    ids=["link", "broken link", "file", "open to the group"],
+)
+def test_what_another_user_may_have_put_there_is_not_used(
+    own_directory: Path, put: Callable[[Path, Path], object], problem: str
+) -> None:
+    elsewhere = own_directory / "elsewhere"
+    elsewhere.mkdir()
+    old = elsewhere / "mine.json"
+    old.write_text("{}")
+    os.utime(old, (0, 0))
+    put(own_directory / f"heterocache-{os.getuid()}", elsewhere)
+    with pytest.raises(StoreError, match=f"{problem}.*; remove it or set TMPDIR"):
+        collect_geometries("engine", 1, patience_s=0)
+    assert old.exists()
 
 
 def test_ranks_that_compute_differently_are_refused() -> None:

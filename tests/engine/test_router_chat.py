@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from functools import cache
 from pathlib import Path
@@ -10,9 +11,12 @@ from typing import Any
 
 import pytest
 import vllm.transformers_utils.chat_templates as bundled
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.utils import (
     construct_input_messages,
@@ -20,11 +24,13 @@ from vllm.entrypoints.openai.responses.utils import (
 )
 from vllm.renderers.chat_utils import parse_chat_messages
 from vllm.renderers.hf import _detect_content_format, safe_apply_chat_template
+from vllm.renderers.params import merge_kwargs
 
-from examples.checkpoints.tokenizer import write_tokenizer
+from examples.checkpoints.tokenizer import EOS_TOKEN_ID, write_tokenizer
 from hetero_connector.errors import IdentityError
 from ownership.router.identity import (
     ChainCache,
+    ChainNaming,
     Doubt,
     ModelTokenizer,
     PromptIdentity,
@@ -55,6 +61,12 @@ OTHER_MACRO = (
     "{% macro show(content) %}{% for x in content %}{{ x }}{% endfor %}{% endmacro %}"
     "{% for m in messages %}{{ show('abc') }}{{ m.content }}{% endfor %}"
 )
+SYSTEM_FIRST = (
+    "{%- for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('system first') }}{% endif %}{% endfor %}" + PLAIN
+)
+NO_NONE = "{% if reasoning_effort == 'none' %}{{ raise_exception('no') }}{% endif %}" + PLAIN
+SAME = "{{ 'high' if reasoning_effort in ('none', 'high') else 'low' }}" + PARTS
 DEVELOPER = PLAIN + "{# 'developer' #}"
 TEMPLATES = [PLAIN, PARTS, MACRO, OTHER_MACRO, DEVELOPER]
 CONFIG: Any = SimpleNamespace(
@@ -72,6 +84,9 @@ CALLS = [
     {"id": "2", "type": "function", "function": {"name": "f", "arguments": "no JSON"}},
     {"id": "3", "type": "function", "function": {"name": "f", "arguments": "[1]"}},
 ]
+NOT_USED = {"tools": [TOOL], "tool_choice": "none"}
+NOT_USED_FLAT = {"tools": [{"type": "function", "name": "f"}], "tool_choice": "none"}
+CHANGES = [{"role": "system", "content": [{"type": "tool_removal", "tool": {"name": "f"}}]}]
 TALK = [
     {"role": "system", "content": "x-anthropic-billing-header: cch=1\nBe brief."},
     {"role": "user", "content": "Hi", "name": "ann"},
@@ -87,6 +102,7 @@ BODIES: list[dict[str, Any]] = [
     {"messages": TALK},
     {"messages": TALK, "tools": [TOOL, STRICT]},
     {"messages": TALK[:2], "chat_template_kwargs": {"thinking": True, "unknown": 1}},
+    {"messages": TALK[:2], "chat_template_kwargs": {"thinking": None, "reasoning_effort": "auto"}},
     {"messages": TALK[:2], "reasoning_effort": "high"},
     {"messages": TALK[:2], "reasoning_effort": "none"},
     {"messages": TALK[:2], "add_generation_prompt": False},
@@ -103,6 +119,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.fixture(scope="module")
+def folder_with_bos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer that puts a special token before each text."""
+    made = tmp_path_factory.mktemp("with_bos")
+    write_tokenizer(made)
+    tokenizer = Tokenizer.from_file(str(made / "tokenizer.json"))
+    tokenizer.post_processor = TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", EOS_TOKEN_ID)]
+    )
+    tokenizer.save(str(made / "tokenizer.json"))
+    return made
+
+
 @cache
 def vllm_tokenizer(folder: Path) -> Any:
     from vllm.tokenizers import get_tokenizer
@@ -115,13 +144,20 @@ def own_tokenizer(folder: Path) -> ModelTokenizer:
     return open_tokenizer(str(folder))
 
 
-def vllm_text(folder: Path, template: str, request: Any, messages: Any, tools: Any) -> str:
-    """Render as `HfRenderer.render_messages` does."""
+def vllm_text(
+    folder: Path,
+    template: str,
+    request: Any,
+    messages: Any,
+    tools: Any,
+    defaults: dict[str, Any] | None = None,
+) -> str:
+    """Render as `HfRenderer.render_messages` does. `defaults`: the server's own."""
     conversation, _, _ = parse_chat_messages(
         messages, CONFIG, _detect_content_format(template, default="string")
     )
     params = request.build_chat_params(template, "auto").with_defaults(
-        {"tools": tools, "tokenize": False}
+        merge_kwargs(defaults, {"tools": tools, "tokenize": False})
     )
     kwargs: Any = params.get_apply_chat_template_kwargs()
     kwargs.pop("return_dict")
@@ -146,10 +182,72 @@ def test_chat_requests(folder: Path, template: str, body: dict[str, Any]) -> Non
     assert expected is not None or template is MACRO or template is OTHER_MACRO
 
 
+def test_values_that_a_client_leaves_open_are_the_server_s(folder: Path) -> None:
+    defaults = {"thinking": "own", "enable_thinking": True}
+    open_kwargs = {"thinking": None, "enable_thinking": "auto"}
+    body = {"messages": TALK[1:2], "chat_template_kwargs": open_kwargs}
+    request = ChatCompletionRequest.model_validate(copy.deepcopy(body))
+    expected = vllm_text(folder, PLAIN, request, request.messages, None, defaults)
+    identity = PromptIdentity(
+        own_tokenizer(folder), ChainCache(), chat_template=PLAIN, template_kwargs=defaults
+    )
+    [prompt] = identity.read("/v1/chat/completions", body)
+    assert prompt.text == expected
+    assert "ownTrue" in expected
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "is_wrapped"),
+    [
+        ("/v1/completions", {"prompt": "Hi"}, True),
+        ("/v1/completions", {"prompt": "Hi", "add_special_tokens": False}, False),
+        ("/v1/chat/completions", {"messages": TALK[1:2]}, False),
+        ("/v1/chat/completions", {"messages": TALK[1:2], "add_special_tokens": True}, True),
+        ("/v1/messages", {"messages": TALK[1:2]}, False),
+        ("/v1/responses", {"input": "Hi"}, True),
+    ],
+)
+def test_special_tokens_are_where_vllm_puts_them(
+    folder_with_bos: Path, path: str, body: dict[str, Any], is_wrapped: bool
+) -> None:
+    given = {"model": "m", **copy.deepcopy(body)}
+    request: Any
+    match path:
+        case "/v1/completions":
+            request = CompletionRequest.model_validate(given)
+        case "/v1/responses":
+            request = ResponsesRequest.model_validate(given)
+        case "/v1/messages":
+            request = AnthropicServingMessages.to_chat_completion_request(
+                AnthropicMessagesRequest.model_validate({"max_tokens": 5, **given})
+            )
+        case _:
+            request = ChatCompletionRequest.model_validate({"max_completion_tokens": 5, **given})
+    params = request.build_tok_params(SimpleNamespace(max_model_len=1_000))
+    identity = PromptIdentity(own_tokenizer(folder_with_bos), ChainCache(), chat_template=PLAIN)
+    [prompt] = identity.read(path, body)
+    tokenizer = vllm_tokenizer(folder_with_bos)
+    tokens = tokenizer(prompt.text, **params.get_encode_kwargs())["input_ids"]
+    assert (tokens[0] == EOS_TOKEN_ID) == is_wrapped
+    naming = ChainNaming(bytes(16), 1)
+    chain = identity.name(prompt, naming).chain
+    assert chain is not None
+    assert chain.keys == ChainCache().of_tokens(tokens, naming).keys
+
+
 @pytest.mark.parametrize(
     "body",
     [
         {"system": "s", "messages": [{"role": "user", "content": "u"}]},
+        {
+            "tools": [
+                {"name": "f", "input_schema": {"properties": {"a": {}}, "required": ["a"]}},
+                {"name": "g", "input_schema": {}},
+                {"name": "h", "input_schema": {"type": "other"}},
+            ],
+            "messages": [{"role": "user", "content": "u"}],
+        },
+        {"tools": [], "messages": [{"role": "user", "content": "u"}]},
         {
             "system": [
                 {"type": "text", "text": "x-anthropic-billing-header: 1"},
@@ -182,17 +280,98 @@ def test_chat_requests(folder: Path, template: str, body: dict[str, Any]) -> Non
             ],
         },
         {"messages": [{"role": "user", "content": "u"}], "output_config": {"effort": "low"}},
+        {"messages": [{"role": "user", "content": "u"}], "thinking": {"type": "disabled"}},
+        {
+            "system": "s",
+            "messages": [
+                {"role": "user", "content": "u"},
+                {"role": "system", "content": "a reminder"},
+                {"role": "system", "content": "x-anthropic-billing-header: 1\nrest"},
+                {"role": "system", "content": ""},
+                {"role": "assistant", "content": "a"},
+                {
+                    "role": "system",
+                    "content": [
+                        {"type": "text", "text": "x-anthropic-billing-header: 1"},
+                        {"type": "text", "text": "another"},
+                        {"type": "text", "text": " one"},
+                    ],
+                },
+                {"role": "user", "content": "v"},
+            ],
+        },
+        {
+            "messages": [
+                {"role": "system", "content": "s"},
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "1",
+                            "content": [
+                                {"type": "tool_reference", "tool_name": "f"},
+                                {"type": "text", "text": "r"},
+                            ],
+                        },
+                        {"type": "tool_result", "tool_use_id": "2", "content": None},
+                    ],
+                },
+            ],
+        },
     ],
 )
-def test_messages_requests(folder: Path, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize("template", [PLAIN, PARTS, SYSTEM_FIRST, NO_NONE, SAME])
+def test_messages_requests(folder: Path, template: str, body: dict[str, Any]) -> None:
+    assert own_text(folder, template, "/v1/messages", body) == messages_text(folder, template, body)
+
+
+def messages_text(folder: Path, template: str, body: dict[str, Any]) -> str:
     given = {"model": "m", "max_tokens": 5, **copy.deepcopy(body)}
     request = AnthropicServingMessages.to_chat_completion_request(
-        AnthropicMessagesRequest.model_validate(given)
+        AnthropicMessagesRequest.model_validate(given),
+        merge_inline_system=AnthropicServingMessages._detect_merge_inline_system(template),
+        disabled_thinking_effort=disabled_effort(folder, template),
     )
     tools = None if request.tools is None else [tool.model_dump() for tool in request.tools]
-    for template in (PLAIN, PARTS):
-        expected = vllm_text(folder, template, request, request.messages, tools)
-        assert own_text(folder, template, "/v1/messages", body) == expected
+    return vllm_text(folder, template, request, request.messages, tools)
+
+
+def disabled_effort(folder: Path, template: str) -> Any:
+    """Ask vLLM's own probe, which renders by `vllm_text`."""
+
+    async def shown(effort: str) -> str | None:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": effort}
+        request = ChatCompletionRequest.model_validate(body)
+        try:
+            return vllm_text(folder, template, request, request.messages, None)
+        except Exception:  # as vLLM's probe does
+            return None
+
+    serving: Any = SimpleNamespace(_render_probe_prompt=shown)
+    return asyncio.run(AnthropicServingMessages._probe_disabled_thinking_effort(serving))
+
+
+def test_templates_have_different_habits(folder: Path) -> None:
+    detect = AnthropicServingMessages._detect_merge_inline_system
+    assert [detect(x) for x in (PLAIN, SYSTEM_FIRST)] == [False, True]
+    efforts = [disabled_effort(folder, x) for x in (PLAIN, NO_NONE, SAME)]
+    assert efforts == ["none", "low", "low"]
+
+
+def test_the_beginning_before_an_image_of_a_tool_is_known(folder: Path) -> None:
+    image = {"type": "image", "source": {"type": "base64", "data": "AA=="}}
+    said = {"type": "text", "text": "This is the screen of today"}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [image, said]}
+    messages = [
+        {"role": "user", "content": "Look at the screen"},
+        {"role": "user", "content": [result]},
+    ]
+    identity = PromptIdentity(own_tokenizer(folder), ChainCache(), chat_template=PLAIN)
+    [prompt] = identity.read("/v1/messages", {"messages": messages})
+    assert prompt.doubts == (Doubt.MEDIA,)
+    assert prompt.text is not None
+    assert prompt.text.startswith("<user>Look at the screen</><tool1>This is the")
 
 
 @pytest.mark.parametrize(
@@ -244,8 +423,10 @@ def test_the_beginning_before_an_image_is_known(folder: Path) -> None:
             {"role": "user", "content": [{"type": "text", "text": text}, image]},
         ]
         identity = PromptIdentity(own_tokenizer(folder), ChainCache(), chat_template=template)
-        [prompt] = identity.read("/v1/chat/completions", {"messages": messages})
+        body = {"messages": messages, "add_special_tokens": True}
+        [prompt] = identity.read("/v1/chat/completions", body)
         assert prompt.doubts == (Doubt.MEDIA,)
+        assert prompt.is_wrapped, "the first token is a special one"
         assert prompt.text is not None
         assert prompt.text.startswith("<userann>" if template is PLAIN else "<user>")
         assert ("picture" in prompt.text) == (template is PARTS), "placeholders stand before texts"
@@ -263,6 +444,19 @@ def test_the_beginning_before_an_image_is_known(folder: Path) -> None:
         ("/v1/responses", {"input": "a", "previous_response_id": "b"}, Doubt.HISTORY),
         ("/v1/responses", {"input": [{"type": "computer_call"}]}, Doubt.NOT_TRANSLATED),
         ("/v1/messages", {"messages": [{"role": "user", "content": 5}]}, Doubt.NOT_TRANSLATED),
+        ("/v1/messages", {"messages": [{"role": "system", "content": 5}]}, Doubt.NOT_TRANSLATED),
+        ("/v1/messages", {"messages": CHANGES}, Doubt.NOT_TRANSLATED),
+        ("/v1/chat/completions", {"messages": TALK} | NOT_USED, Doubt.NOT_TRANSLATED),
+        ("/v1/responses", {"input": "a"} | NOT_USED_FLAT, Doubt.NOT_TRANSLATED),
+        (
+            "/v1/messages",
+            {
+                "messages": TALK[1:2],
+                "tools": [{"name": "f", "input_schema": {}}],
+                "tool_choice": {"type": "none"},
+            },
+            Doubt.NOT_TRANSLATED,
+        ),
     ],
 )
 def test_what_is_not_read_as_vllm_does_is_doubted(

@@ -274,19 +274,27 @@ def test_a_pipeline_stage_without_stored_layers_is_refused() -> None:
         merge_stages([DENSE, replace(DENSE, layers=())])
 
 
-def engine_of(engine_id: str, parallel: SimpleNamespace) -> Any:
-    """Return the part of a `VllmConfig` that identifies the engine."""
+def engine_of(
+    engine_id: str, size: int = 1, index: int = 0, *, local: int = 1, external_lb: bool = False
+) -> Any:
+    """Return the part of a `VllmConfig` that places the engine among data-parallel ones."""
+    parallel = SimpleNamespace(
+        data_parallel_size=size,
+        data_parallel_index=index,
+        data_parallel_size_local=local,
+        data_parallel_external_lb=external_lb,
+        local_world_size=1,
+    )
     return SimpleNamespace(
         parallel_config=parallel, kv_transfer_config=SimpleNamespace(engine_id=engine_id)
     )
 
 
 def test_data_parallel_engines_share_the_ssd_and_its_write_budget(tmp_path: Path) -> None:
-    parallel = SimpleNamespace(data_parallel_size=4, data_parallel_index=2)
     config = HeteroConfig(
         dram_gib=1, ssd_dir=tmp_path, ssd_gib=8, ssd_write_gib_per_day=40, eviction="value"
     )
-    made = _store_config(config, engine_of("x", parallel), shared=False)
+    made = _store_config(config, engine_of("x", 4, 2, local=4), shared=False)
     assert made == StoreConfig(
         dram_bytes=GIB,
         ssd_dir=tmp_path / "dp2",
@@ -298,21 +306,44 @@ def test_data_parallel_engines_share_the_ssd_and_its_write_budget(tmp_path: Path
     )
 
 
+@pytest.mark.parametrize(
+    ("local", "gpus", "external_lb", "share"),
+    [
+        (2, 0, False, 4),
+        (1, 1, False, 8),
+        (1, 2, False, 4),  # both were started by hand, with vLLM's environment variables
+        (1, 8, False, 2),
+        (1, 1, True, 2),  # as many as four may be on this host
+    ],
+)
+def test_an_ssd_is_shared_by_the_engines_of_its_host(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    local: int,
+    gpus: int,
+    external_lb: bool,
+    share: int,
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    config = HeteroConfig(dram_gib=1, ssd_dir=tmp_path, ssd_gib=8, ssd_write_gib_per_day=8)
+    engine = engine_of("x", 4, 2, local=local, external_lb=external_lb)
+    made = _store_config(config, engine, shared=False)
+    assert (made.ssd_bytes, made.ssd_write_bytes_per_day) == (share * GIB, share * GIB)
+
+
 def test_data_parallel_engines_that_vllm_tells_they_are_alone_share_no_directory(
     tmp_path: Path,
 ) -> None:
     """For models without experts only the engine's id and index show that there are others."""
     config = HeteroConfig(dram_gib=1, ssd_dir=tmp_path, ssd_gib=8)
     for rank in range(2):
-        parallel = SimpleNamespace(data_parallel_size=1, data_parallel_index=rank)
-        made = _store_config(config, engine_of(f"x_dp{rank}", parallel), shared=False)
+        made = _store_config(config, engine_of(f"x_dp{rank}", 1, rank), shared=False)
         assert (made.ssd_dir, made.ssd_bytes) == (tmp_path / f"dp{rank}", 8 * GIB)
 
 
 def test_a_longer_load_deadline_gives_peers_more_time() -> None:
-    alone = SimpleNamespace(data_parallel_size=1, data_parallel_index=0)
     config = HeteroConfig(dram_gib=1, load_deadline_s=100.0)
-    made = _store_config(config, engine_of("x", alone), shared=False)
+    made = _store_config(config, engine_of("x"), shared=False)
     assert (made.load_deadline_s, made.peer_deadline_s) == (100.0, 20.0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -104,15 +105,32 @@ def _reply(logprobs: list[dict[str, float]], tokens: list[int], ttft_s: float = 
     return Reply(tokens, logprobs, ttft_s, 256)
 
 
+def _first(logprob: float) -> dict[str, float]:
+    """Return the logprobs of two tokens, of which the first has this one."""
+    return {"token_id:1": logprob, "token_id:2": -3.0}
+
+
 def test_delta_stops_where_the_contexts_part() -> None:
-    one = _reply([{"a": -1.0}, {"a": -1.0}, {"a": -1.0}], [1, 2, 3])
-    same = _reply([{"a": -1.0}, {"a": -1.5}, {"a": -9.0}], [1, 5, 3])
+    one = _reply([_first(-1.0), _first(-1.0), _first(-1.0)], [1, 1, 1])
+    same = _reply([_first(-1.0), _first(-1.5), _first(-9.0)], [1, 2, 1])
     assert logprob_distance(one, same) == 0.5
 
 
+def test_answers_that_cannot_be_compared_are_infinitely_far_apart() -> None:
+    one = _reply([_first(-0.1)], [1])
+    assert logprob_distance(one, _reply([{"token_id:8": -0.1}], [8])) == math.inf
+    shares_an_unlikely_token = {"token_id:8": -0.1, "token_id:2": -3.0}
+    assert logprob_distance(one, _reply([shares_an_unlikely_token], [8])) == math.inf
+    assert logprob_distance(_reply([], []), _reply([], [])) == math.inf
+
+
+def test_a_tie_that_falls_the_other_way_is_no_difference() -> None:
+    assert logprob_distance(_reply([_first(-3.0)], [1]), _reply([_first(-3.0)], [2])) == 0.0
+
+
 def test_a_wrong_missing_or_slow_restore_is_a_problem_of_the_demo() -> None:
-    good, wrong = _reply([{"a": -1.0}], [1]), _reply([{"a": -1.1}], [1])
-    slow = _reply([{"a": -1.0}], [1], ttft_s=1.0)
+    good, wrong = _reply([_first(-1.0)], [1]), _reply([_first(-1.1)], [1])
+    slow = _reply([_first(-1.0)], [1], ttft_s=1.0)
     outcome = Outcome("dense")
     outcome.replies = {"cold": [slow], "local": [good], "dram": [good], "ssd": [good]}
     outcome.restored = {"dram": {"dense_kv": 256}, "ssd": {"dense_kv": 256}}

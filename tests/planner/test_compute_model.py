@@ -111,6 +111,27 @@ def test_compute_starts_from_a_profile() -> None:
     assert model.coefficients.attention_s == pytest.approx(1e-8, rel=0.1)
 
 
+@pytest.mark.parametrize("share", [0.1, 0.3, 5.0, 30.0])
+@pytest.mark.parametrize("sizes", [(64, 256, 1024, 4096), (2048,)])
+def test_a_profile_that_is_wrong_is_learned_anew(share: float, sizes: tuple[int, ...]) -> None:
+    """Such as one of short contexts, whose attention was too little to be seen."""
+    true = ComputeCoefficients(8e-3, 3e-5, 1e-9)
+    model = ComputeRegression(true._replace(attention_s=share * true.attention_s))
+    rng = random.Random(0)
+    for _ in range(2000):
+        n, context = rng.choice(sizes), rng.randrange(100_000)
+        model.observe(n, context, true.prompt_s(n, context) * (1 + 0.05 * rng.gauss(0, 1)))
+    assert model.predict(8192, 100_000) == pytest.approx(true.prompt_s(8192, 100_000), rel=0.1)
+    assert model.coefficients.attention_s == pytest.approx(true.attention_s, rel=0.2)
+
+
+def test_what_no_sample_shows_stays_as_the_profile_says() -> None:
+    model = ComputeRegression(ComputeCoefficients(8e-3, 3e-5, 1e-9))
+    for _ in range(2000):
+        model.observe(1, 0, 8e-3 + 3e-5)
+    assert model.coefficients.attention_s == pytest.approx(1e-9, rel=0.01)
+
+
 def test_a_slow_first_step_soon_loses_its_weight() -> None:
     """An engine's first steps allocate and compile."""
     model = ComputeRegression()

@@ -80,6 +80,7 @@ def profiles(draw: st.DrawFn) -> CostProfile:
         draw(errors) if overhead else None,
         draw(st.none() | st.builds(HandoffCost, numbers, numbers)),
         draw(copy_engines),
+        step_tokens=draw(st.integers(0, 1 << 20)),
     )
 
 
@@ -122,6 +123,15 @@ def test_a_written_profile_starts_a_new_cost_model(tmp_path: Path) -> None:
     expected = costs.load.predict(Tier.SSD, sizes, 10**6)
     assert again.load.predict(Tier.SSD, sizes, 10**6) == pytest.approx(expected)
     assert (again.weights.stall, again.step_tokens) == (0.5, 2048)
+
+
+def test_the_size_of_a_step_is_kept_unless_another_is_given() -> None:
+    costs = CostModel(ComputeRegression(), LoadModel([KV]), step_tokens=2048)
+    document = CostProfile.of(costs, "", SUBJECT).as_json()
+    assert read(document).cost_model([KV]).step_tokens == 2048
+    assert read(document).cost_model([KV], step_tokens=512).step_tokens == 512
+    del document["step_tokens"]
+    assert read(document).cost_model([KV]).step_tokens == 0, "earlier releases do not tell it"
 
 
 def test_a_cost_model_without_samples_can_be_written() -> None:
@@ -190,6 +200,7 @@ def damaged(*path: str, value: Any = None, remove: bool = False) -> str:
         (damaged("interference", "mixed_s", remove=True), "`mixed_s` - at `$.interference`"),
         (damaged("interference", "token_s", value=-1.0), "`$.interference.token_s`"),
         (damaged("request", value=[]), "`$.request`"),
+        (damaged("step_tokens", value=-1), "`$.step_tokens`"),
         (damaged("request", "scheduling_s", remove=True), "`scheduling_s` - at `$.request`"),
         (damaged("load", value=[]), "`$.load`"),
         (damaged("copy_engines", value=[]), "`$.copy_engines`"),

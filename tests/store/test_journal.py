@@ -256,6 +256,19 @@ def test_a_damaged_journal_is_moved_aside_and_an_empty_one_starts(path: Path, sp
     assert [r.id for r in _rows(path)] == [row(1).id]
 
 
+def test_only_the_last_damaged_journal_is_kept(path: Path) -> None:
+    for suffix in ("", "-wal", "-shm"):
+        path.with_name(f"journal.corrupt-20260101-000000{suffix}").touch()
+    foreign = path.with_name("journal.corrupt-directory")
+    foreign.mkdir()
+    journal = Journal.open(path, META)
+    journal.record([row(1)])
+    aside = journal.condemn()
+    kept = {foreign, aside, aside.with_name(f"{aside.name}-wal")}
+    assert set(path.parent.glob("journal.corrupt-*")) == kept
+    journal.close()
+
+
 def _rows(path: Path) -> list[JournalRow]:
     journal = Journal.open_existing(path, read_only=True)
     try:

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hetero_connector.artifacts.generation import FIRST
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import (
     ROOT,
@@ -293,6 +294,8 @@ def test_a_full_disk_at_start_names_the_key_and_leaves_no_slab(
     fallocate = os.posix_fallocate
 
     def breaks_off(fd: int, offset: int, size: int) -> None:
+        if not os.readlink(f"/proc/self/fd/{fd}").endswith(".slab"):
+            return fallocate(fd, offset, size)
         fallocate(fd, offset, size // 2)
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -301,7 +304,8 @@ def test_a_full_disk_at_start_names_the_key_and_leaves_no_slab(
         open_at(tmp_path)
     assert not list(tmp_path.rglob("*.slab"))
     monkeypatch.undo()
-    open_at(tmp_path).close()
+    with contextlib.closing(open_at(tmp_path)) as directory:
+        assert directory.generations.latest == FIRST, "it shares with its fleet"
 
 
 def test_a_full_tmpfs_at_start_names_the_key() -> None:

@@ -393,7 +393,8 @@ def test_doctor_on_this_machine(small: None, tmp_path: Path, run: Run) -> None:
 def test_doctor_fails_on_a_directory_that_cannot_be_written(
     small: None, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "check_nixl", lambda: doctor.Finding("NIXL", Status.OK, ""))
+    fine = doctor.Finding("NIXL", Status.OK, "")
+    monkeypatch.setattr(doctor, "check_nixl", lambda in_fleet: fine)
     (tmp_path / "file").write_text("")
     code, out, _ = run("doctor", "--ssd-dir", tmp_path / "file")
     assert code == 1
@@ -439,6 +440,13 @@ def test_doctor_warns_without_nixl() -> None:
     fine = doctor.check_nixl(lambda: {"UCX": False, "POSIX": True})
     assert fine.status is Status.OK
     assert "start: POSIX (not: UCX)" in fine.detail
+    for backends_of in (missing, lambda: {"UCX": False, "POSIX": True}):
+        failed = doctor.check_nixl(backends_of, in_fleet=True)
+        assert failed.status is Status.FAIL
+        assert "no engine with 'directory' starts" in failed.advice
+    for posix, status in ((True, Status.OK), (False, Status.WARN)):
+        backends = {"UCX": True, "POSIX": posix}
+        assert doctor.check_nixl(lambda b=backends: b, in_fleet=True).status is status
 
 
 @pytest.mark.parametrize(
@@ -482,6 +490,8 @@ def test_doctor_on_huge_pages(
         ("tmpfs", Status.WARN, "in memory"),
         ("nfs4", Status.WARN, "over a network"),
         ("fuse.sshfs", Status.WARN, "over a network"),
+        ("btrfs", Status.WARN, "copies on write"),
+        ("zfs", Status.WARN, "copies on write"),
         ("ext4", Status.OK, "ext4"),
         ("overlay", Status.OK, "overlay"),
         ("", Status.OK, "unknown"),
@@ -730,6 +740,17 @@ def test_doctor_warns_of_peers_over_tcp(tmp_path: Path) -> None:
     assert "mlx5_0" in rdma.detail
     asked = doctor.examine(tmp_path, "memory://")
     assert [f.name for f in asked][-3:] == ["directory", "peers", "locked memory"]
+
+
+def test_doctor_asks_for_ucx_only_for_a_fleet(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_nixl(in_fleet: bool) -> doctor.Finding:
+        return doctor.Finding("NIXL", Status.OK, f"in a fleet: {in_fleet}")
+
+    monkeypatch.setattr(doctor, "check_nixl", check_nixl)
+    for directory, expected in (("", "in a fleet: False"), ("memory://", "in a fleet: True")):
+        assert expected in [f.detail for f in doctor.examine(tmp_path, directory)]
 
 
 def test_doctor_warns_of_an_ssd_dir_that_others_can_write_to(small: None, tmp_path: Path) -> None:

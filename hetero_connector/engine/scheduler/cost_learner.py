@@ -37,9 +37,6 @@ _MARGINS = 31
 class _TimedStep:
     """A step that the workers time."""
 
-    new_tokens: int
-    work: float
-    """`attention_work`, summed over requests."""
     mix: StepMix
     load_bytes: Mapping[StateType, int]
     begun_s: float
@@ -89,10 +86,9 @@ class CostLearner:
             return
         if meta.protected:  # steps of a replay may load only parts of artifacts
             return
-        work, mix = _work(scheduled, trackers)
         load_bytes = _bytes_by_type(self._layout, meta.loads)
         self._timed[self._step] = _TimedStep(
-            output.total_num_scheduled_tokens, work, mix, load_bytes, self._clock()
+            _step_mix(scheduled, trackers), load_bytes, self._clock()
         )
         meta.timed_as = self._step
 
@@ -110,11 +106,17 @@ class CostLearner:
             if timed.total_s is not None and not timed.load_bytes:
                 self._margins_s.append(max(0.0, timed.total_s - timing.forward_s))
             self._costs.load.observe(Tier.DRAM, timed.load_bytes, timing.load_s)
-            if not timed.new_tokens:  # a parked load while the engine has nothing to compute
-                continue
-            step_s = timing.forward_s + median_low(self._margins_s)
-            self._costs.compute.observe_work(timed.new_tokens, timed.work, step_s)
-            self._costs.interference.observe(timed.mix, step_s)
+            self._learn_step(timed.mix, timing.forward_s + median_low(self._margins_s))
+
+    def _learn_step(self, mix: StepMix, step_s: float) -> None:
+        """Learn from a step's computing. Without effect on one that only loads."""
+        costs = self._costs
+        costs.interference.observe(mix, step_s)
+        # A decode reads its context from memory, where a prefill computes on it: its time per
+        # context token, taken for attention, would make prefills over long contexts look slow.
+        learned = costs.interference.coefficients
+        decoding_s = learned.decode_step_s(mix.decodes, mix.context_tokens) - learned.step_s
+        costs.compute.observe_work(mix.prefill_tokens, mix.prefill_work, step_s - decoding_s)
 
     def _learn_reads(self) -> None:
         for read in self._store.take_timings():
@@ -128,25 +130,20 @@ class CostLearner:
             )
 
 
-def _work(
-    scheduled: Mapping[str, int], trackers: Mapping[str, RequestTracker]
-) -> tuple[float, StepMix]:
-    """Return the step's `attention_work`, summed over requests, and its parts."""
-    decode_work = prefill_work = 0.0
+def _step_mix(scheduled: Mapping[str, int], trackers: Mapping[str, RequestTracker]) -> StepMix:
+    """Return the work of a step of these requests and tokens."""
+    work = 0.0
     prefill_tokens = decodes = context_tokens = 0
     for request_id, new_tokens in scheduled.items():
         request = trackers[request_id].request
         computed = request.num_computed_tokens
-        work = attention_work(new_tokens, computed)
         if computed >= request.num_prompt_tokens:
-            decode_work += work
             decodes += 1
             context_tokens += computed
         else:
-            prefill_work += work
+            work += attention_work(new_tokens, computed)
             prefill_tokens += new_tokens
-    mix = StepMix(prefill_tokens, prefill_work, decodes, context_tokens)
-    return prefill_work + decode_work, mix
+    return StepMix(prefill_tokens, work, decodes, context_tokens)
 
 
 def _bytes_by_type(layout: ArtifactLayout, loads: Iterable[Load]) -> dict[StateType, int]:

@@ -8,16 +8,16 @@ three methods of its `EngineCore`: the call itself is unchanged, and afterwards 
 connector is notified on the same thread.
 
 Every call to the workers counts as an update, except vLLM's own methods that are known to leave the
-weights alone: a method of a worker extension may be a trainer's. A call that shares memory with a
-trainer is noticed once. When the weights later change through that memory, the trainer must reset
-the cache or set a version.
+weights alone: a method of a worker extension may be a trainer's. An adapter that such a call loads
+has unknown content. A call that shares memory with a trainer is noticed once. When the weights
+later change through that memory, the trainer must reset the cache or set a version.
 """
 
 from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
@@ -34,7 +34,6 @@ _NONCE_BYTES = 16
 _OBSERVED = "heterocache_observes"
 _HARMLESS = frozenset(
     {
-        "add_lora",
         "annotate_profile",
         "check_health",
         "compute_weight_checksums",
@@ -50,7 +49,6 @@ _HARMLESS = frozenset(
         "save_sharded_state",
         "save_tensorized_model",
         "shutdown_weight_transfer_engine",
-        "sleep",
         "synchronize_device",
         "update_max_model_len",
         "wake_up",
@@ -120,14 +118,30 @@ def _observe_versions(core: type, original: Callable[..., None]) -> None:
 
 def _observe_updates(core: type, original: Callable[..., Any]) -> None:
     @functools.wraps(original)
-    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    def collective_rpc(
+        self: Any,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         try:
-            return original(self, method, *args, **kwargs)
+            return original(self, method, timeout, args, kwargs)
         finally:  # a call that fails may have changed some of the weights
-            if not _is_harmless(method):
+            loras = _adapters_in(args, kwargs or {}) if method == "add_lora" else []
+            for lora in loras:
+                for listener in _listeners(self):
+                    listener.on_adapter_loaded(lora, None)
+            if not (loras or _is_harmless(method)):
                 _notify(self, None)
 
     setattr(core, original.__name__, collective_rpc)
+
+
+def _adapters_in(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[LoRARequest]:
+    from vllm.lora.request import LoRARequest
+
+    return [x for x in (*args, *kwargs.values()) if isinstance(x, LoRARequest)]
 
 
 def _observe_adapters(core: type, original: Callable[..., bool]) -> None:

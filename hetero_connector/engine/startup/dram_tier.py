@@ -40,7 +40,7 @@ def with_dram(
         size_bytes = size_without_gpu(free_bytes)
     else:
         longest = bytes_of_prompt(layout, vllm_config.model_config.max_model_len)
-        size_bytes = size_with_gpus(free_bytes, longest, _engines_on_host(vllm_config))
+        size_bytes = size_with_gpus(free_bytes, longest, engines_on_host(vllm_config))
     return replace(config, dram_gib=size_bytes / GIB)
 
 
@@ -77,7 +77,7 @@ def bytes_of_prompt(layout: ArtifactLayout, num_tokens: int) -> int:
     return size_bytes
 
 
-def _engines_on_host(vllm_config: VllmConfig) -> int:
+def engines_on_host(vllm_config: VllmConfig) -> int:
     """Return how many engines like this one the host has GPUs for, or has been told to run."""
     parallel = vllm_config.parallel_config
     by_gpus: int = torch.cuda.device_count() // parallel.local_world_size

@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import re
+import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -211,11 +212,23 @@ def _write(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def _directory() -> Path:
+    """Return this user's folder, or make it. StoreError if other users may have files in it.
+
+    Old files in it are removed, so a link to another folder of this user is refused, too.
+    """
     path = Path(tempfile.gettempdir()) / f"heterocache-{os.getuid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    if path.stat().st_uid != os.getuid():
-        raise StoreError(f"{path} belongs to another user; remove it or set TMPDIR")
-    return path
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        problem = "is not a directory"
+    elif found.st_uid != os.getuid():
+        problem = "belongs to another user"
+    elif found.st_mode & 0o077:
+        problem = f"is open to other users (mode {stat.S_IMODE(found.st_mode):o})"
+    else:
+        return path
+    raise StoreError(f"{path} {problem}; remove it or set TMPDIR")
 
 
 def _collect(engine: str) -> dict[tuple[int, int], WorkerGeometry]:

@@ -29,7 +29,12 @@ from hetero_connector.engine.scheduler.request_identifier import RequestIdentifi
 from hetero_connector.engine.scheduler.scheduler_side import Policies, SchedulerSide
 from hetero_connector.engine.scheduler.spans import SpanWriter
 from hetero_connector.engine.startup import engine_identity, rendezvous, replay_support
-from hetero_connector.engine.startup.dram_tier import bytes_of_prompt, tokens_in, with_dram
+from hetero_connector.engine.startup.dram_tier import (
+    bytes_of_prompt,
+    engines_on_host,
+    tokens_in,
+    with_dram,
+)
 from hetero_connector.engine.startup.geometry import merge_stages, model_spec
 from hetero_connector.engine.startup.heads import ModelHeads, equal_on_all_ranks
 from hetero_connector.engine.startup.policies import (
@@ -363,10 +368,7 @@ def _store_config(config: HeteroConfig, vllm_config: VllmConfig, *, shared: bool
     ssd_dir, per_day = config.ssd_dir, config.ssd_write_bytes_per_day
     # Data-parallel engines are separate caches. Each gets its share of the space if vLLM says how
     # many there are; for a model without experts it tells each engine that it is the only one.
-    engines, rank = (
-        vllm_config.parallel_config.data_parallel_size,
-        rendezvous.data_parallel_rank(vllm_config),
-    )
+    engines, rank = _engines_of_ssd(vllm_config), rendezvous.data_parallel_rank(vllm_config)
     if ssd_dir is not None and rank is not None:
         ssd_dir = ssd_dir / f"dp{rank}"
     return StoreConfig(
@@ -384,6 +386,18 @@ def _store_config(config: HeteroConfig, vllm_config: VllmConfig, *, shared: bool
         # An artifact is claimed when its checksum is known; in a fleet that should be at once.
         spill_delay_s=0.0 if config.directory else StoreConfig.spill_delay_s,
     )
+
+
+def _engines_of_ssd(vllm_config: VllmConfig) -> int:
+    """Return how many data-parallel engines share this host's `ssd_dir`, at most.
+
+    With `--data-parallel-rank` vLLM counts one on each host, however many were started there.
+    """
+    parallel = vllm_config.parallel_config
+    engines = int(parallel.data_parallel_size)
+    if parallel.data_parallel_external_lb:
+        return engines
+    return min(engines, engines_on_host(vllm_config))
 
 
 def _heads(vllm_config: VllmConfig, config: HeteroConfig, platform: str) -> ModelHeads:

@@ -1,4 +1,8 @@
-"""A dead engine's SSD directory, read by another: never written, and only while no engine has it.
+"""A dead engine's SSD directory, read by another, and only while no engine has it.
+
+Journal and slab are never written. To read the WAL of an engine that was killed, SQLite makes the
+file `journal.sqlite-shm` there and maps it: on a read-only file system it cannot, and nothing of
+that engine is read.
 
 An engine's death releases the directory's lock, however it died; a stopped engine keeps it. The
 readers share the lock, so an engine that starts there waits for them: between two artifacts they

@@ -7,8 +7,9 @@
                                  /learned.json     what its engines have learned
                                  /slots.slab
 
-The slab file is preallocated: its slots never move and a write to it never runs out of disk. It is
-cut as the arena is. Only the engine's user can open any of it.
+The slab file is preallocated and its slots never move, so a write to it never runs out of disk,
+except where the file system copies on write (btrfs, zfs). It is cut as the arena is. Only the
+engine's user can open any of it.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class SsdDirectory:
         self._lock = lock
         self._connect = connect
         self._fd = -1
-        self._created: list[Path] = []
+        self._made_slab = False
         self._found_bytes = 0
         """The size that the slab file had when it was opened."""
         self._warned_of_intruder = False
@@ -246,9 +247,12 @@ class SsdDirectory:
         self._lock.release()
 
     def _abandon(self) -> None:
-        """Close after a failed opening: what it created is removed again, while it is locked."""
-        for path in self._created:
-            path.unlink(missing_ok=True)
+        """Close after a failed opening: a slab that it made is removed, while it is locked.
+
+        The generation's file stays with the journal, which without it would count as reset.
+        """
+        if self._made_slab:
+            (self.path / SLAB_NAME).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             if os.listdir(self.path) == [LOCK_NAME]:
                 (self.path / LOCK_NAME).unlink()
@@ -324,20 +328,16 @@ class SsdDirectory:
         return (FIRST.tag if noted is None else noted) != self.generations.latest.tag
 
     def _open_generation(self, *, is_new: bool) -> None:
-        path = self.path / GENERATION_NAME
-        is_there = path.exists()
-        self.generations = GenerationKeeper(GenerationFile.open(path, is_new=is_new))
-        if not is_there:
-            self._created.append(path)
+        file = GenerationFile.open(self.path / GENERATION_NAME, is_new=is_new)
+        self.generations = GenerationKeeper(file)
 
     def _open_slab(self, root: Path) -> None:
         path, size = self.path / SLAB_NAME, self.geometry.size_bytes
         is_new = not path.exists()
         flags = os.O_RDWR | os.O_CREAT | PRIVATE_FLAGS
         self._fd = fd = open_direct(path, flags, PRIVATE_MODE)
+        self._made_slab = is_new
         self.direct = is_direct(fd)
-        if is_new:
-            self._created.append(path)
         self._found_bytes = before = os.fstat(fd).st_size
         try:
             if before > size:

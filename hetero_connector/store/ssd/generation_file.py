@@ -1,8 +1,8 @@
 """The generation of a store, kept so that a reset outlives a kill.
 
 The file is allocated when it is made and rewritten in place, so a full disk cannot refuse a
-reset. It has two blocks that are written in turn: one that was cut short, or is damaged, leaves
-the other.
+reset, except where the file system copies on write (btrfs, zfs). It has two blocks that are
+written in turn: one that was cut short, or is damaged, leaves the other.
 
     block (4 KiB): magic, version, sequence, fleet, knows_fleet, private, digest of these
 

@@ -8,7 +8,7 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hetero_connector.errors import StoreError
@@ -128,12 +128,11 @@ def _wal_header(wal: Path) -> bytes | None:
 
 
 def move_aside(path: Path) -> Path:
-    """Rename a damaged journal; return its new name."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    for n in range(1000):
-        target = path.with_name(f"journal.corrupt-{stamp}{f'-{n}' if n else ''}")
-        if not target.exists():
-            break
+    """Rename a damaged journal in place of the last one; return its new name."""
+    for old in path.parent.glob("journal.corrupt-*"):
+        with suppress(OSError):
+            old.unlink()
+    target = path.with_name(f"journal.corrupt-{time.strftime('%Y%m%d-%H%M%S')}")
     for suffix in SUFFIXES:
         part = path.with_name(path.name + suffix)
         try:

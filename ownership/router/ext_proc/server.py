@@ -32,11 +32,12 @@ _log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def endpoint_picker(
-    parts: Parts, port: int, is_ready: Callable[[], bool]
+    parts: Parts, port: int, is_ready: Callable[[], bool], grace_s: Callable[[], float]
 ) -> AsyncIterator[int]:
     """Serve inside; yields the port. Raises RouterConfigError.
 
-    `is_ready`: returns True if a worker serves. At the end requests under way get `drain_s`.
+    `is_ready`: returns True if a worker serves, and the router does not end. `grace_s`: asked at
+    the end for the seconds that requests under way may take.
     """
     config = parts.config
     server = grpc.aio.server(
@@ -60,7 +61,7 @@ async def endpoint_picker(
     try:
         yield bound
     finally:
-        await server.stop(config.drain_s)
+        await server.stop(grace_s())
 
 
 def _credentials(folder: Path) -> Any:

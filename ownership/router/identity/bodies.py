@@ -11,9 +11,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from ownership.router.identity.translations import from_messages, from_responses
+from ownership.router.identity.translations import (
+    MessagesHabits,
+    from_messages,
+    from_responses,
+)
 
 Body = Mapping[str, Any]
+_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
 class Doubt(StrEnum):
@@ -34,7 +39,7 @@ class Doubt(StrEnum):
     HISTORY = "history"
     """Earlier messages are stored at a worker."""
     NOT_TRANSLATED = "not_translated"
-    """The conversation has parts that are not translated as vLLM does."""
+    """The conversation has parts that are not translated as vLLM does, or servers differ in it."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Conversation:
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """The given ones, without None."""
+    """The given ones that are set."""
 
 
 @dataclass(frozen=True)
@@ -57,23 +62,32 @@ class Prompt:
     conversation: Conversation | None = None
     is_wrapped: bool = False
     """True if the tokenizer's special tokens stand around it."""
+    unread: int = 0
+    """Characters after what is known of it."""
     salt: str | None = None
     model: str | None = None
     """The model that the request names: the served one, or an adapter."""
     doubts: tuple[Doubt, ...] = ()
 
 
-def read_prompts(path: str, body: object) -> list[Prompt]:
+def read_prompts(path: str, body: object, habits: MessagesHabits) -> list[Prompt]:
     """Return the prompt of a request, by the path that it is sent to: of several the longest.
 
     Empty for a path without prompts.
     """
-    reader = _READERS.get(path)
-    if reader is None:
+    if path not in _PATHS:
         return []
     if not isinstance(body, Mapping):
         return [Prompt(doubts=(Doubt.BODY,))]
-    return reader(body)
+    match path:
+        case "/v1/completions":
+            return _completion(body)
+        case "/v1/responses":
+            return _responses(body)
+        case "/v1/messages":
+            return _translated(body, from_messages(body, habits))
+        case _:
+            return _chat(body)
 
 
 def _completion(body: Body) -> list[Prompt]:
@@ -124,12 +138,15 @@ def _chat(body: Body) -> list[Prompt]:
     if effort is not None and "enable_thinking" not in kwargs:
         own["enable_thinking"] = effort != "none"
     tools = body.get("tools")
-    if tools is not None and not _are_objects(tools):
+    if tools is not None and tools != [] and not _are_objects(tools):
         return [Prompt(**_common(body), doubts=(*doubts, Doubt.BODY))]
+    if tools and body.get("tool_choice") == "none":
+        # --exclude-tools-when-tool-choice-none: servers do not tell if they were started with it.
+        doubts = (*doubts, Doubt.NOT_TRANSLATED)
     conversation = Conversation(
         messages,  # type: ignore[arg-type]
         None if tools is None else [_tool(x) for x in tools],
-        {**kwargs, **{name: x for name, x in own.items() if x is not None and x != "auto"}},
+        _set({**kwargs, **_set(own)}),
     )
     is_wrapped = body.get("add_special_tokens") is True
     return [
@@ -137,14 +154,15 @@ def _chat(body: Body) -> list[Prompt]:
     ]
 
 
+def _set(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that vLLM takes as set: for others its server's defaults hold."""
+    return {name: x for name, x in kwargs.items() if x is not None and x != "auto"}
+
+
 def _responses(body: Body) -> list[Prompt]:
     if body.get("previous_response_id") is not None:
         return [Prompt(**_common(body), doubts=(Doubt.HISTORY,))]
     return _translated(body, from_responses(body))
-
-
-def _messages(body: Body) -> list[Prompt]:
-    return _translated(body, from_messages(body))
 
 
 def _translated(body: Body, chat: Body | None) -> list[Prompt]:
@@ -182,11 +200,3 @@ def _common(body: Body) -> dict[str, Any]:
         "salt": salt if isinstance(salt, str) and salt else None,
         "model": model if isinstance(model, str) and model else None,
     }
-
-
-_READERS = {
-    "/v1/completions": _completion,
-    "/v1/chat/completions": _chat,
-    "/v1/responses": _responses,
-    "/v1/messages": _messages,
-}

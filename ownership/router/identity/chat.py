@@ -35,6 +35,8 @@ class Rendered(NamedTuple):
     text: str
     is_whole: bool
     """False if the text ends before the first media item."""
+    unread: int = 0
+    """Characters after that item."""
 
 
 class TemplateError(Exception):
@@ -66,8 +68,26 @@ def render(conversation: Conversation, template: str, special_texts: Mapping[str
         )
     except Exception as error:  # a template runs code of its own, on what a client wrote
         raise TemplateError(f"{type(error).__name__}: {error}") from error
-    before, found, _ = rendered[0][0].partition(_MEDIA)
-    return Rendered(before, not found)
+    before, found, after = rendered[0][0].partition(_MEDIA)
+    return Rendered(before, not found, len(after))
+
+
+def takes_system_messages_anywhere(template: str) -> bool:
+    """Return whether a template renders system messages that are not the first.
+
+    vLLM tries it without special texts and without what transformers adds to a template's sandbox.
+    """
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    talk = [{"role": role, "content": "t"} for role in ("system", "user") * 2]
+    sandbox = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    try:
+        sandbox.from_string(template).render(messages=talk, add_generation_prompt=False)
+    except Exception:  # vLLM takes any error of a template as a refusal
+        return False
+    return True
 
 
 def _message(given: Mapping[str, Any], *, as_parts: bool) -> dict[str, Any]:

@@ -6,14 +6,27 @@ Each returns None for a request with parts that are not translated here.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 Body = Mapping[str, Any]
 Message = dict[str, Any]
 
 _BILLING = "x-anthropic-billing-header"
 """The first line of Claude Code's system prompt, another one in each request; vLLM drops it."""
+_IMAGE = {"type": "image_url", "image_url": {"url": ""}}
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
+"""The efforts of the Messages API."""
+_TOOL_CHANGES = ("tool_addition", "tool_removal")
+
+
+class MessagesHabits(NamedTuple):
+    """The parts of translating Messages requests that vLLM decides by its chat templates."""
+
+    merges_system: bool = False
+    """True if system messages go to the beginning, because a template takes them only there."""
+    disabled_effort: str = "none"
+    """The effort that `thinking: {"type": "disabled"}` becomes."""
 
 
 def from_responses(body: Body) -> Body | None:
@@ -36,8 +49,10 @@ def from_responses(body: Body) -> Body | None:
     return {
         "messages": messages,
         "tools": [{"type": "function", "function": tool} for tool in tools] or None,
+        "tool_choice": body.get("tool_choice"),
         "reasoning_effort": effort,
         "chat_template_kwargs": body.get("chat_template_kwargs"),
+        "add_special_tokens": True,
         "truncate_prompt_tokens": body.get("truncation") if _truncates(body) else None,
     }
 
@@ -90,28 +105,31 @@ def _add_to_assistant(messages: list[Message], last: Message | None, name: str, 
         messages.append({"role": "assistant", name: text})
 
 
-def from_messages(body: Body) -> Body | None:
-    """Return the chat request of a Messages request.
-
-    Messages of the role "system" are not translated: vLLM merges them into the first, or not, by
-    what the model's template takes.
-    """
+def from_messages(body: Body, habits: MessagesHabits) -> Body | None:
+    """Return the chat request of a Messages request."""
     given, tools, thinking = body.get("messages"), body.get("tools"), body.get("thinking")
     if not isinstance(given, list) or not _are_plain(tools):
         return None
     messages: list[Message] = []
-    if system := _system(body.get("system")):
-        messages.append({"role": "system", "content": system})
     for message in given:
         if not isinstance(message, dict) or not _add_message(messages, message):
             return None
-    if isinstance(thinking, Mapping) and thinking.get("type") == "disabled":
-        return None  # its effect depends on the template
+    system = [_system(body.get("system"))]
+    if habits.merges_system:
+        system += [message["content"] for message in messages if message["role"] == "system"]
+        messages = [message for message in messages if message["role"] != "system"]
+    if text := "".join(system):
+        messages.insert(0, {"role": "system", "content": text})
+    choice = body.get("tool_choice")
     config = body.get("output_config")
+    effort = config.get("effort") if isinstance(config, Mapping) else None
+    if isinstance(thinking, Mapping) and thinking.get("type") == "disabled":
+        effort = habits.disabled_effort
     return {
         "messages": messages,
         "tools": None if tools is None else [_tool(tool) for tool in tools],
-        "reasoning_effort": config.get("effort") if isinstance(config, Mapping) else None,
+        "tool_choice": choice.get("type") if isinstance(choice, Mapping) else None,
+        "reasoning_effort": effort,
         "chat_template_kwargs": body.get("chat_template_kwargs"),
     }
 
@@ -120,13 +138,16 @@ def _are_plain(tools: object) -> bool:
     if tools is None:
         return True
     return isinstance(tools, list) and all(
-        isinstance(tool, Mapping) and "input_schema" in tool for tool in tools
+        isinstance(tool, Mapping) and isinstance(tool.get("input_schema"), Mapping)
+        for tool in tools
     )
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = {name: tool.get(name) for name in ("name", "description", "strict", "defer_loading")}
-    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
+    schema = tool["input_schema"]
+    parameters = schema if "type" in schema else {**schema, "type": "object"}
+    return {"type": "function", "function": {**function, "parameters": parameters}}
 
 
 def _system(given: object) -> str:
@@ -142,8 +163,24 @@ def _text(block: object) -> str:
     return text if isinstance(text, str) else ""
 
 
+def _add_system(messages: list[Message], content: object) -> bool:
+    """Add a system message that is not the first; return False if it changes the tools."""
+    if isinstance(content, str):
+        text = "" if content.startswith(_BILLING) else content
+    elif isinstance(content, list):
+        if any(isinstance(x, Mapping) and x.get("type") in _TOOL_CHANGES for x in content):
+            return False
+        text = _system(content)
+    else:
+        return False
+    messages += [{"role": "system", "content": text}] if text else []
+    return True
+
+
 def _add_message(messages: list[Message], message: Message) -> bool:
     role, content = message.get("role"), message.get("content")
+    if role == "system":
+        return _add_system(messages, content)
     if role not in ("user", "assistant"):
         return False
     if isinstance(content, str):
@@ -163,7 +200,7 @@ def _add_message(messages: list[Message], message: Message) -> bool:
             case {"type": "redacted_thinking"}:
                 pass
             case {"type": "image", "source": _}:
-                parts.append({"type": "image_url", "image_url": {"url": ""}})
+                parts.append(_IMAGE)
             case {"type": "tool_use", "id": str(call_id), "name": str(name)}:
                 function = {"name": name, "arguments": json.dumps(block.get("input") or {})}
                 call = {"id": call_id, "type": "function", "function": function}
@@ -185,13 +222,28 @@ def _add_message(messages: list[Message], message: Message) -> bool:
 
 
 def _add_result(messages: list[Message], block: Mapping[str, Any]) -> bool:
-    """Add a tool's result; return False if it is not text alone."""
-    content = block.get("content", "")
-    if not isinstance(content, str):
-        items: Sequence[object] = content if isinstance(content, list) else [None]
-        if any(not isinstance(x, Mapping) or x.get("type") != "text" for x in items):
-            return False
-        content = "\n".join(map(_text, items))
-    call_id = block.get("tool_use_id") or ""
-    messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+    """Add a tool's result; return False if it has parts that are not known here.
+
+    Its images follow in a message of the user's, and the tools it names in one of the tool's.
+    """
+    content = block.get("content") or ""
+    texts, images, tools = [], 0, list[dict[str, str]]()
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    for item in content if isinstance(content, list) else [None]:
+        match item:
+            case {"type": "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "image", "source": {"url": str(_)} | {"data": str(_)}}:
+                images += 1
+            case {"type": "tool_reference", "tool_name": str(name)} if name:
+                tools.append({"type": "tool_reference", "name": name})
+            case _:
+                return False
+    result = {"role": "tool", "tool_call_id": block.get("tool_use_id") or ""}
+    messages.append({**result, "content": "\n".join(texts)})
+    if images:
+        messages.append({"role": "user", "content": [_IMAGE] * images})
+    if tools:
+        messages.append({**result, "content": tools})
     return True

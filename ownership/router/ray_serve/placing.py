@@ -112,9 +112,7 @@ class ReplicaPlacing:
 
     def end_unseen(self, name: str) -> None:
         """Ray will not tell the end of a request, so it counts for a fixed time."""
-        held = self._held.get(name)
-        if held is not None:
-            asyncio.get_running_loop().call_later(_UNSEEN_S, self.ended, name, held.worker.name)
+        asyncio.get_running_loop().call_later(_UNSEEN_S, self._free, name)
 
     def begin(self) -> None:
         """Begin to open the placer: a tokenizer takes seconds, and Ray's proxy waits for five."""

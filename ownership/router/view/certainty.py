@@ -52,6 +52,8 @@ class Reason(StrEnum):
     """A worker's KV events are of another version, or of a kind of state without a rule here."""
     NO_DIRECTORY = "no_directory"
     """The fleet has no directory."""
+    NOT_IN_DIRECTORY = "not_in_directory"
+    """A server's engine has no live lease in the router's directory: its state is not found."""
     DIRECTORY_LATE = "directory_late"
     """The directory did not answer within its deadline, or is given a pause after that."""
     DIRECTORY_FAILED = "directory_failed"

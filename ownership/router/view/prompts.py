@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from hetero_connector.errors import DirectoryError
-from ownership.directory import ChainView, Directory
+from ownership.directory import ChainView, Directory, EpochStatus, WorkerState
 from ownership.directory.breaker import CircuitBreaker
 from ownership.router.identity import ChainNaming, Prompt, PromptChain, PromptIdentity
 from ownership.router.view.certainty import Certainty, Reason, certainty
@@ -25,6 +26,10 @@ from ownership.scheduling.step import WorkerPrefix
 _log = logging.getLogger(__name__)
 
 _THREADS = 4
+_LIVE_S = 1.0
+"""A lease that has ended may be noticed so many seconds later."""
+_CHARACTERS_PER_TOKEN = 4
+"""A guess, for text that is not made into tokens."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class PromptView:
     """One prompt of a request, and the servers that have state of it."""
 
     prompt_tokens: int
-    """0 if it is not known."""
+    """0 if it is not known. A guess for what follows the first image, whose own are not counted."""
     prefixes: Mapping[str, WorkerPrefix]
     """The part from which each server can resume, by its name; servers with nothing are left
     out."""
@@ -76,6 +81,15 @@ class _Named(NamedTuple):
     by_events: dict[str, WorkerPrefix]
     """The prefixes of servers that publish events."""
     doubts: set[str]
+
+
+class _Found(NamedTuple):
+    """The directory's answer about a prompt."""
+
+    prefixes: dict[str, WorkerPrefix]
+    """By server; those with nothing are left out."""
+    workers: Collection[WorkerState] | None
+    """All that it knows; None if it was not asked, because no chunk is full."""
 
 
 class FleetChains:
@@ -168,6 +182,10 @@ class PrefixViews:
         self.identity = identity
         self.fleet = fleet
         self.trust = trust
+        self.unlisted = frozenset[str]()
+        """The servers of which an engine was not live in the directory when it answered last."""
+        self._live, self._live_until_s = set[str](), -math.inf
+        """The names of the live workers, and until when they are taken for that."""
         self._directory = directory
         self._deadline_s = deadline_s
         self._breaker = CircuitBreaker()
@@ -201,24 +219,45 @@ class PrefixViews:
             *self.fleet.reasons(now_s, stock),
             *self.stock.reasons(now_s),
         }
+        servers = {*stock, *(server for group in groups for server, _ in group.members)}
+        told = {self.trust.reason(x, Kind.of(path)) for x in servers}
         if prompt.tokens is None:
-            servers = {*stock, *(server for group in groups for server, _ in group.members)}
-            told = {self.trust.reason(x, Kind.of(path)) for x in servers}
             reasons |= {x for x in told if x is not None}
             reasons |= self._tokenizer_reasons(groups)
+        elif Reason.KEYS_DIFFER in told:  # the tokens are what they are
+            reasons.add(Reason.KEYS_DIFFER)
         if not groups and not stock:
             reasons.add(Reason.NO_CHAINS)
-        num_tokens = max((x.num_tokens for x in chains.values()), default=0)
+        unread = prompt.unread // _CHARACTERS_PER_TOKEN
+        num_tokens = max((x.num_tokens + unread for x in chains.values()), default=0)
         own = {naming: chain for naming, chain in chains.items() if naming in named}
         found = await self._look_up(own, named) if own else None
+        prefixes = {x: tokens for x, tokens in by_events.items() if x not in self.fleet.asleep}
+        knows_anything = bool(stock)
         if isinstance(found, Reason):
             reasons.add(found)
-        prefixes = {x: tokens for x, tokens in by_events.items() if x not in self.fleet.asleep}
-        if isinstance(found, dict):
-            prefixes |= found
-        knows_anything = isinstance(found, dict) or bool(stock)
+        elif found is not None:
+            prefixes |= found.prefixes
+            if found.workers is None:
+                knows_anything = True
+            else:
+                knows_anything |= self._note_listed(groups, found.workers, now_s)
+                reasons |= {Reason.NOT_IN_DIRECTORY} if self.unlisted else set()
         sure = certainty(reasons, knows_anything=knows_anything)
         return PromptView(num_tokens, prefixes, sure, tuple(sorted(reasons)), chains)
+
+    def _note_listed(
+        self, groups: Sequence[EngineGroup], workers: Collection[WorkerState], now_s: float
+    ) -> bool:
+        """Find out which servers the directory lacks; return False if it lacks all engines."""
+        members = {member for group in groups for member in group.members}
+        is_lacking = any(name not in self._live for _, name in members)
+        if is_lacking or now_s >= self._live_until_s:  # decoding all workers takes a while
+            self._live = {x.name for x in workers if x.status is EpochStatus.LIVE}
+            self._live_until_s = now_s + _LIVE_S
+        unlisted = {x for x in members if x[1] not in self._live}
+        self.unlisted = frozenset(server for server, _ in unlisted)
+        return unlisted != members
 
     def close(self) -> None:
         """End the threads; an answer of the directory that is late is not waited for."""
@@ -257,20 +296,21 @@ class PrefixViews:
         self,
         chains: Mapping[ChainNaming, PromptChain],
         groups: Mapping[ChainNaming, Sequence[EngineGroup]],
-    ) -> dict[str, WorkerPrefix] | Reason:
+    ) -> _Found | Reason:
         """Return each server's prefix, by one call for all chains; or why there is no answer."""
         directory = self._directory
         if directory is None:
             return Reason.NO_DIRECTORY
         keys = [key for chain in chains.values() for key in chain.keys]
         if not keys:
-            return {}
+            return _Found({}, None)
         if self._breaker.admit():
             return Reason.DIRECTORY_LATE
         until_s = time.monotonic() + self._deadline_s
 
-        def ask() -> dict[str, WorkerPrefix]:
-            return _prefixes(directory.lookup(keys), chains, groups)
+        def ask() -> _Found:
+            view = directory.lookup(keys)
+            return _Found(_prefixes(view, chains, groups), view.workers.values())
 
         asked = self._lookups.submit(ask)
         asked.add_done_callback(partial(self._on_answer, until_s=until_s))
@@ -283,7 +323,7 @@ class PrefixViews:
         except DirectoryError:
             return Reason.DIRECTORY_FAILED
 
-    def _on_answer(self, answer: Future[ChainView], until_s: float) -> None:
+    def _on_answer(self, answer: Future[_Found], until_s: float) -> None:
         """Open or close the circuit. Called on the thread that asked."""
         if answer.cancelled():
             return

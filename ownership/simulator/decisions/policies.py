@@ -12,7 +12,7 @@ import numpy as np
 
 from hetero_connector.errors import NoWorkerError, SimulationError
 from ownership.decisions.records import DecisionRecord
-from ownership.scheduling.decision import Placement, PlacementDecision, whole
+from ownership.scheduling.decision import whole
 from ownership.scheduling.fleet import FleetView, Role
 from ownership.scheduling.policy import SchedulingPolicy
 from ownership.scheduling.registry import (
@@ -22,7 +22,6 @@ from ownership.scheduling.registry import (
     without_remote_prefills,
 )
 from ownership.scheduling.step import Step
-from ownership.scheduling.step_pricing import Route
 from ownership.simulator.traces.decision_file import Decided
 
 
@@ -99,7 +98,7 @@ class _Asked:
         prefill = record.prefill_worker or record.worker
         mine = placement.decode_worker, placement.prefill_worker, placement.source_worker
         self._equal += mine == (record.worker, prefill, record.source)
-        predicted_s = decision.pricing.terms(_route(decision, placement)).ttft_s
+        predicted_s = decision.terms_of(placement).ttft_s
         carried_s = record.predicted_ttft_s
         if carried_s is not None and np.isfinite(predicted_s):
             self._changes_s.append(predicted_s - carried_s)
@@ -120,14 +119,6 @@ class _Asked:
             dict(self._actions.most_common()),
             self._impossible,
         )
-
-
-def _route(decision: PlacementDecision, placement: Placement) -> Route:
-    """Return the placement as a route of the decision's own pricing."""
-    if placement == decision.placement:
-        return decision.route
-    at = decision.names.index(placement.decode_worker)  # made whole
-    return Route(at, at)
 
 
 def _has_pools(fleet: FleetView) -> bool:

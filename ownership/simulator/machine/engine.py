@@ -164,6 +164,8 @@ class BatchEngine:
     """Tokens of all running decodes."""
     queued_tokens: int = 0
     """Prompt tokens not computed yet."""
+    staging: int = 0
+    """Requests whose state is being read from SSD. They wait, too."""
     residence_s: float = 0.0
     """Mean seconds for which recent requests held their pages."""
     on_step: Callable[[StepRecord], None] | None = None
@@ -234,9 +236,11 @@ class BatchEngine:
 
     def _stage(self, request: LiveRequest, end_s: float, pinned: Run) -> None:
         """Park a request until its state has been read from SSD into DRAM."""
+        self.staging += 1
         self.loop.at(end_s, self._on_staged, request, pinned)
 
     def _on_staged(self, request: LiveRequest, pinned: Run) -> None:
+        self.staging -= 1
         self.memory.dram.unpin(pinned)
         self.submit(request, first=True)
 

@@ -113,7 +113,8 @@ class Worker:
         self._loop = loop
         costs = spec.costs
         self._overhead = costs.overhead
-        self._at_front_end: dict[LiveRequest, None] = {}
+        self._arriving: dict[LiveRequest, None] = {}
+        """Requests that are here and not in the engine's queue yet."""
         saved_s = SecondsSaved(costs.compute.predict)
         self.memory = WorkerMemory(
             spec.name, shape, spec.capacity, policy.eviction, saved_s, owners
@@ -134,14 +135,18 @@ class Worker:
         self._peer_pace = shape.footprint.pace(costs.load.rates(Tier.PEER))
         self._ssd_ahead = costs.load.rates(Tier.SSD).ahead_s_per_byte
 
+    def expect(self, request: LiveRequest) -> None:
+        """Let a request wait here until state has been read from a peer; `submit` follows."""
+        self._arriving[request] = None
+
     def submit(self, request: LiveRequest) -> None:
         """Send a request through the front end to the engine's queue."""
+        self._arriving[request] = None
         delay_s = self._overhead.delay_s(request.prompt_tokens)
-        if not delay_s:
-            self.engine.submit(request)
-            return
-        self._at_front_end[request] = None
-        self._loop.at(self._loop.now_s + delay_s, self._leave_front_end, request)
+        if delay_s:
+            self._loop.at(self._loop.now_s + delay_s, self._leave_front_end, request)
+        else:
+            self._leave_front_end(request)
 
     def view(self) -> WorkerView:
         """Return the worker as a scheduler sees it."""
@@ -160,10 +165,10 @@ class Worker:
             tokens += request.total
         used_bytes = tokens * self.shape.page_bytes_per_token
         used_bytes += running * self.shape.pages.checkpoint_bytes
-        arriving_tokens = sum(r.expected_tokens for r in self._at_front_end)
+        arriving_tokens = sum(r.expected_tokens for r in self._arriving)
         return WorkerLoad(
             queued_tokens=max(0, engine.queued_tokens) + arriving_tokens,
-            waiting_requests=len(engine.waiting) + len(self._at_front_end),
+            waiting_requests=len(engine.waiting) + engine.staging + len(self._arriving),
             running_requests=running,
             context_tokens=tokens,
             hbm_used_bytes=min(used_bytes, self.spec.capacity.hbm),
@@ -240,7 +245,7 @@ class Worker:
         return True
 
     def _leave_front_end(self, request: LiveRequest) -> None:
-        del self._at_front_end[request]
+        del self._arriving[request]
         self.engine.submit(request)
 
     def _on_prefilled(self, request: LiveRequest) -> None:

@@ -84,13 +84,15 @@ def read_mooncake(path: Path) -> Trace:
 
 
 def _mooncake(path: Path) -> Iterator[Session]:
+    first_ms: float | None = None
     last_ms = 0.0
     for line, row, blocks in _rows(path, _Row, 512):
         if row.timestamp < last_ms:
             raise line.error(_UNSORTED, "timestamp")
         last_ms = row.timestamp
+        first_ms = last_ms if first_ms is None else first_ms
         request = Request(0.0, row.input_length, row.output_length, blocks)
-        yield Session(str(line.number), (request,), start_s=last_ms / 1000)
+        yield Session(str(line.number), (request,), start_s=(last_ms - first_ms) / 1000)
 
 
 def read_bailian(path: Path) -> Trace:
@@ -119,8 +121,9 @@ def _bailian(path: Path) -> Iterator[Session]:
         places[row.chat_id] = (session, len(requests))
         offset_s, lengths = row.timestamp - start_s, (row.input_length, row.output_length)
         requests.append(Request(offset_s, *lengths, blocks, parent, trigger=Trigger.USER))
+    first_s = sessions[0][1] if sessions else 0.0
     for name, start_s, requests in sessions:
-        yield Session(name, tuple(requests), start_s=start_s)
+        yield Session(name, tuple(requests), start_s=start_s - first_s)
 
 
 def read_block_agents(path: Path) -> Trace:
@@ -140,8 +143,9 @@ def _block_agents(path: Path) -> Iterator[Session]:
             raise line.error(problem, "timestamp")
         parent = len(sent) - 1 if sent else None
         sent.append(Request(offset_s, row.input_length, row.output_length, blocks, parent))
+    first_s = min(starts_s.values(), default=0.0)
     for name in sorted(requests, key=starts_s.__getitem__):
-        yield Session(name, tuple(requests[name]), start_s=starts_s[name])
+        yield Session(name, tuple(requests[name]), start_s=starts_s[name] - first_s)
 
 
 def read_azure(path: Path) -> Trace:

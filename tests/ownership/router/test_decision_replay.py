@@ -12,7 +12,6 @@ from benchmarks.stub_fleet import StubFleet
 from hetero_connector.artifacts.record import ChunkKey
 from ownership.decisions.records import DecisionRecord
 from ownership.router.decision_log import ChunkNumbers, DecisionLog
-from ownership.scheduling.step import StepClass
 from ownership.simulator.decisions.policies import OtherPolicies
 from ownership.simulator.policies import parse_policy
 from ownership.simulator.simulate import simulate
@@ -20,6 +19,7 @@ from ownership.simulator.traces.decision_file import DecisionFile
 from ownership.simulator.traces.router_decisions import read
 from tests.ownership.router.bench import wait_until
 from tests.ownership.router.test_policy_placer import SIZE, KnownFleet, running
+from tests.ownership.scheduling.fleets import fleet_of, worker
 from tests.ownership.simulator.small_fleets import fleet as simulated_fleet
 
 TURNS = 4
@@ -78,7 +78,7 @@ def test_the_log_is_enough_to_decide_again_and_to_replay(known: KnownFleet) -> N
 
 def record() -> DecisionRecord:
     return DecisionRecord(
-        time=1.0, path="chat", policy="p", step_class=StepClass.INCREMENTAL_TURN, prompt_tokens=1,
+        time=1.0, path="chat", policy="p", prompt_tokens=1,
         worker="a", action="colocated_prefill", predicted={}, predicted_ttft_s=None,
     )  # fmt: skip
 
@@ -124,6 +124,45 @@ def test_lines_follow_the_path_of_a_file_that_is_renamed(tmp_path: Path) -> None
     log.close()
     assert sum(1 for _ in DecisionFile(path)) == 1
     assert sum(1 for _ in DecisionFile(tmp_path / "older")) == 1
+
+
+def test_each_file_has_the_fleets_of_its_decisions(tmp_path: Path) -> None:
+    """Also of those that were decided before the file was renamed, on figures of before."""
+    path = tmp_path / "log"
+    log = DecisionLog(path)
+    decided = [record() for _ in range(4)]
+    before, after = (fleet_of(worker(name)) for name in ("before", "after"))
+    for line, fleet in zip(decided, (before, before, after, after), strict=True):
+        log.note_fleet(fleet, line)
+    log.write(decided[0], None)
+    wait_until(lambda: path.read_bytes().count(b"\n") == 2)
+    path.rename(tmp_path / "older")
+    for line in (decided[2], decided[1], decided[3]):
+        log.write(line, None)
+    log.close()
+    names = [[x.fleet.names for x in DecisionFile(tmp_path / "older") if x.fleet]]
+    names += [[x.fleet.names for x in DecisionFile(path) if x.fleet]]
+    assert names == [[("before",)], [("after",), ("before",), ("after",)]]
+    assert path.read_bytes().count(b"\n") == 5, "each fleet once"
+
+
+def test_a_fleet_is_written_with_the_next_decision_after_a_full_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ownership.router.decision_log._MOST", 1)
+    may_write, lost = threading.Event(), list[None]()
+    monkeypatch.setattr(DecisionLog, "_follow_path", lambda log: may_write.wait())
+    log = DecisionLog(tmp_path / "log", lambda: lost.append(None))
+    fleet = fleet_of(worker("a"))
+    for _ in range(9):
+        line = record()
+        log.note_fleet(fleet, line)
+        log.write(line, None)
+    may_write.set()
+    log.close()
+    found = DecisionFile(tmp_path / "log")
+    assert sum(x.fleet is not None for x in found) == 9 - len(lost)
+    assert lost
 
 
 def test_each_time_that_a_disk_is_full_is_a_warning_and_each_line_lost_is_counted(

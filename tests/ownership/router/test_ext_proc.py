@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections import Counter
@@ -12,11 +13,13 @@ from pathlib import Path
 import grpc
 import pytest
 import trustme
+import uvicorn
 
 from benchmarks.stub_fleet import StubFleet
 from hetero_connector.errors import RouterConfigError
 from ownership.router.ext_proc.messages import NOT_SERVING, SERVING, BodyMode
 from ownership.router.ext_proc.server import PROCESSOR
+from ownership.router.serving import Server
 from tests.ownership.router.bench import RunningRouter, config_of, wait_until
 from tests.ownership.router.conftest import StartRouter
 from tests.ownership.router.envoy_calls import (
@@ -459,6 +462,42 @@ def test_a_router_that_ends_lets_streams_come_to_their_ends(start_router: StartR
         wait_until(is_closed)
         assert call.answer_body(EVENT) == EVENT
         call.close()
+
+
+def test_a_router_that_ends_is_not_ready_while_it_ends_http_requests(
+    start_router: StartRouter,
+) -> None:
+    router = start_router(ext_proc_port=0)
+    body = {"stream": True, "stub": {"events": 10_000, "gap_s": 0.05}}
+    with (
+        channel(router.picker_port) as picker,
+        router.client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        parts = answer.iter_raw()
+        next(parts)
+        router.end()
+        wait_until(lambda: health(picker, "readiness") == NOT_SERVING)
+        assert health(picker, "liveness") == SERVING
+        assert next(parts)
+
+
+def test_requests_over_http_and_the_picker_s_have_one_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a parent of several processes would kill one that has not ended the picker's yet."""
+    now_s = 100.0
+
+    async def drain(server: uvicorn.Server, sockets: object) -> None:
+        nonlocal now_s
+        now_s += 45.0
+
+    monkeypatch.setattr(uvicorn.Server, "shutdown", drain)
+    server = Server(uvicorn.Config("app"), 60.0, lambda: now_s)
+    assert server.grace_s() == 60.0
+    asyncio.run(server.shutdown())
+    assert server.grace_s() == 15.0
+    now_s += 45.0
+    assert server.grace_s() == 0.0
 
 
 def test_certificates_are_those_of_the_folder_also_after_they_were_replaced(

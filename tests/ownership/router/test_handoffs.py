@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from benchmarks.stub_fleet import StubFleet
+from ownership.directory import Worker
 from ownership.router.handoffs import can_hand_off
 from ownership.scheduling.fleet import Role
 from tests.ownership.router.bench import seen, wait_until
@@ -95,6 +96,17 @@ def test_one_worker_computes_the_prompt_and_another_answers(
     assert line["prefill_problem"] is None
     assert line["handoffs"]
     assert known.router.metric("prefills_total", result="done", worker=known.names[0]) == 2
+
+
+def test_no_prompt_is_computed_where_the_other_worker_cannot_find_it(known: KnownFleet) -> None:
+    known.directory.register(Worker(known.names[0]), 60.0)
+    assert "remote_prefill" in known.complete().headers["x-heterocache-placement"]
+    [epoch] = [x for x, y in known.directory.workers().items() if y.name == known.names[0]]
+    known.directory.end_lease(epoch)
+    told = 'degraded; action=colocated_prefill; reasons="not_in_directory"'
+    wait_until(lambda: known.complete().headers["x-heterocache-placement"] == told)
+    known.directory.register(Worker(known.names[0]), 60.0)
+    assert "remote_prefill" in known.complete().headers["x-heterocache-placement"]
 
 
 @pytest.mark.parametrize("fault", ["refuse", "fail", "lose", "cut", "exit"])

@@ -196,6 +196,7 @@ def test_beyond_its_connections_a_router_answers_503_and_those_that_are_open_go_
     small: RunningRouter,
 ) -> None:
     before = small.metric("connections_refused_total")
+    answered = small.metric("refused_total", reason="too_many_connections")
     body = b"{" + b" " * 100_000 + b"}"
     post = POST + b"content-length: %d\r\n\r\n" % len(body) + body
     served, num_refused = list[socket.socket](), 0
@@ -210,6 +211,8 @@ def test_beyond_its_connections_a_router_answers_503_and_those_that_are_open_go_
                 num_refused += 1
         assert 1 <= len(served) <= LIMIT
         assert small.metric("connections_refused_total") == before + num_refused
+        told = small.metric("refused_total", reason="too_many_connections")
+        assert told == answered + num_refused, "the alert is by reason"
         for client in served:
             client.sendall(GET + b"connection: close\r\n\r\n")
             assert rest_of(client).count(b"HTTP/1.1 200 ") == 2

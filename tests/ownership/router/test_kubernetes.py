@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import ssl
 import threading
@@ -29,7 +30,7 @@ TOKEN = "a.service.account"
 
 
 class ApiServer:
-    """Answers one question, over TLS and to one token."""
+    """Answers one question, over TLS and to one token, compressed if it may be."""
 
     def __init__(self, folder: Path) -> None:
         self.slices: list[dict[str, Any]] = []
@@ -50,6 +51,9 @@ class ApiServer:
                 status, answer = outer.answer(self.path, self.headers.get("authorization"))
                 body = json.dumps(answer).encode()
                 self.send_response(status)
+                if "gzip" in self.headers.get("accept-encoding", ""):
+                    body = gzip.compress(body)
+                    self.send_header("content-encoding", "gzip")
                 self.send_header("content-type", "application/json")
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()
@@ -98,7 +102,7 @@ def slice_of(*pods: dict[str, Any], kind: str = "IPv4", port: int = 8000) -> dic
 
 def found(api: ApiServer, service: KubernetesService) -> list[WorkerAddress]:
     async def ask() -> list[WorkerAddress]:
-        async with aiohttp.ClientSession() as session:
+        async with aiohttp.ClientSession(auto_decompress=False) as session:
             return await EndpointSlices(service, session, api.account).workers()
 
     return asyncio.run(ask())

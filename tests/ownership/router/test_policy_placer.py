@@ -21,13 +21,13 @@ from ownership.router.identity import ChainCache, PromptIdentity
 from ownership.router.opening import open_identity
 from ownership.router.policy_placer import PolicyPlacer, _Planned
 from ownership.router.reports import reported_load
-from ownership.router.view import FleetChains, PrefixViews, Trust
+from ownership.router.view import Certainty, FleetChains, PrefixViews, PromptView, Trust
 from ownership.scheduling import WorkerLoad
 from ownership.scheduling.decision import Placement, PlacementAction
 from ownership.scheduling.fleet import Role
 from ownership.scheduling.ledger import Ledger
 from ownership.scheduling.registry import POLICIES, scheduling_policy
-from ownership.scheduling.step import Step
+from ownership.scheduling.step import Step, WorkerPrefix
 from tests.ownership.router.bench import RunningRouter, config_of, wait_until
 from tests.ownership.router.known_fleet import (
     PROMPT,
@@ -70,6 +70,28 @@ def test_a_session_stays_where_it_was_served_before_the_directory_knows(known: K
     assert worker_of(known.complete("s")) == second, "the first of them is busy"
     other.join()
     assert {worker_of(known.complete("s")) for _ in range(4)} == {second}
+
+
+@pytest.mark.parametrize(
+    ("known_tokens", "reason"),
+    [(SIZE, "media"), (0, "tokens_differ"), (0, "directory_failed")],
+)
+def test_a_session_stays_where_it_was_served_if_the_view_has_less_of_it(
+    known: KnownFleet, monkeypatch: pytest.MonkeyPatch, known_tokens: int, reason: str
+) -> None:
+    """After an image, of other names, or if only servers with KV events are known."""
+    prefix = WorkerPrefix(0, known_tokens, known_tokens)
+    prefixes = dict.fromkeys(known.names, prefix) if known_tokens else {}
+
+    async def find(path: str, body: object, now_s: float) -> PromptView:
+        return PromptView(len(PROMPT), prefixes, Certainty.DEGRADED, (reason,))
+
+    monkeypatch.setattr(known.views, "find", find)
+    test_a_session_stays_where_it_was_served_before_the_directory_knows(known)
+    wait_until(lambda: len(known.decisions()) == 6)
+    last = known.decisions()[-1]
+    told = {name: list(prefix) for name in prefixes}
+    assert last["prefixes"] == told | {last["worker"]: [0, len(PROMPT), len(PROMPT)]}
 
 
 def test_a_body_that_is_no_utf8_goes_to_a_worker_which_says_so(known: KnownFleet) -> None:
@@ -159,6 +181,7 @@ def test_what_workers_tell_of_themselves_is_in_the_view() -> None:
     figures = WorkerFigures()
     subject = ProfileSubject("A", "c", "bfloat16", "", "auto", 1, "")
     costs: CostModel = costs_of(DENSE, (0.5, 0.25, 0.125))
+    costs.step_tokens = 2_048
     profile = CostProfile.of(costs, "m", subject).as_json()
     metrics = (
         'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'
@@ -178,6 +201,9 @@ def test_what_workers_tell_of_themselves_is_in_the_view() -> None:
     view = figures.fleet({"one": Role.DECODE, "two": Role.BOTH}, [published("a")])
     assert view.table().machine.step_s.tolist()[0] == pytest.approx(0.5)
     assert view.table().machine.step_s.tolist()[1] < 0.1
+    told, untold = view.table().machine.step_tokens.tolist()
+    assert told == 2_048.0
+    assert untold > 1e15, "one step"
     assert view.hbm_bytes("one") == int(1600 * view.footprint.page_bytes_per_token)
     assert view.table().machine.cache_bytes.tolist() == [4e9, 0.0]
     assert view.decode_pool == (0,)

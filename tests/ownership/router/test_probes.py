@@ -8,9 +8,13 @@ from time import monotonic
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
-from ownership.router.config import RouterConfig
+from ownership.router.app import _session
+from ownership.router.config import RouterConfig, WorkerAddress
 from ownership.router.probes import Prober
+from ownership.router.questions import WorkerQuestions
 from ownership.router.workers import Exchange, Worker, WorkerSet, WorkerState
 from tests.ownership.router.test_workers import workers_of
 
@@ -53,6 +57,28 @@ async def exchanging(worker: Worker) -> tuple[Exchange, asyncio.Task[None]]:
     task = asyncio.create_task(exchange_all())
     await asyncio.sleep(0)
     return exchange, task
+
+
+def test_workers_that_compress_their_answers_are_understood() -> None:
+    async def answer(asked: web.Request) -> web.Response:
+        response = web.json_response({"data": [{"id": "m"}]})
+        response.enable_compression()  # as the client allows
+        return response
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_get("/{path:.*}", answer)
+        async with TestServer(app) as server, _session(RouterConfig()) as session:
+            workers = WorkerSet(max_in_flight=2)
+            workers.set_addresses([WorkerAddress("one", str(server.make_url("")).rstrip("/"))])
+            [worker] = workers
+            problem = await Prober(workers, session, RouterConfig())._ask(worker)
+            assert (problem, worker.models) == (None, {"m": {"id": "m"}})
+            worker.state = WorkerState.UP
+            ask = WorkerQuestions(RouterConfig(), workers, session).servers()["one"]
+            assert await ask("GET", "/v1/models", None) == {"data": [{"id": "m"}]}
+
+    asyncio.run(run())
 
 
 def play(story: Callable[[Probes, WorkerSet, Worker], Awaitable[None]]) -> None:

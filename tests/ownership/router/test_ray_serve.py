@@ -19,6 +19,7 @@ from ownership.directory import Claim, Copy, Worker
 from ownership.directory.memory import MemoryDirectory
 from ownership.router import opening
 from ownership.router.placer import Placed
+from ownership.router.ray_serve import placing as placing_module
 from ownership.router.ray_serve.asked import request_of
 from ownership.router.ray_serve.placing import ReplicaPlacing, replica_config
 from ownership.router.ray_serve.replicas import Answer, Replicas, routing_stats
@@ -135,6 +136,7 @@ def test_a_request_goes_to_the_replica_that_has_its_prefix(monkeypatch: pytest.M
     directory = MemoryDirectory(lambda: 1_000.0)
     monkeypatch.setattr(opening, "open_directory", lambda url: directory)
     epoch = directory.register(Worker("at-r2"), 60.0).epoch
+    directory.register(Worker("at-r1"), 60.0)
 
     async def act(placing: ReplicaPlacing) -> None:
         placing.replicas.update(STATS)
@@ -185,6 +187,25 @@ def test_a_request_counts_where_ray_sent_it_until_it_has_ended() -> None:
         placing.ended("full", other.name)
         assert (chosen.in_flight, other.in_flight) == (0, 0)
         assert await served_by(placing, "x", "s")  # nothing is left behind in the ledger
+
+    playing(act)
+
+
+def test_a_request_whose_end_is_not_told_is_freed_wherever_ray_sent_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(placing_module, "_UNSEEN_S", 0.0)
+
+    async def act(placing: ReplicaPlacing) -> None:
+        placing.replicas.update(NOTHING)
+        chosen = (await placed_at(placing, "picked")).worker
+        [other] = [x for x in placing.replicas.workers if x is not chosen]
+        placing.end_unseen("picked")
+        placing.routed("picked", other.name)
+        assert other.in_flight == 1
+        async with asyncio.timeout(PATIENCE_S):
+            while other.in_flight:
+                await asyncio.sleep(0)
 
     playing(act)
 

@@ -106,6 +106,7 @@ def test_reservations_and_requests_share_the_workers_room(
     refused = router.client.post("/select_and_reserve", json={"token_ids": [1]})
     assert refused.status_code == 429
     assert refused.headers["retry-after"] == "1"
+    assert router.metric("refused_total", reason="queue_full") == 2, "as the proxy's own"
     for name in names:
         free(router, name)
     assert router.complete(prompt="x").status_code == 200

@@ -11,7 +11,7 @@ from hetero_connector.planner.compute_model import (
     InterferenceCoefficients,
     InterferenceRegression,
 )
-from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.cost_model import CostModel, HandoffCost
 from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.spec import StateType
 from ownership.scheduling import (
@@ -102,16 +102,18 @@ worker_prefixes = st.builds(WorkerPrefix, counts, counts, counts)
 roles = st.sampled_from(list(Role))
 tier_rates = st.builds(rates, st.floats(0, 0.1), paces)
 cost_models = st.builds(
-    lambda load, compute, step_tokens, delays: CostModel(
+    lambda load, compute, step_tokens, delays, handoff: CostModel(
         ComputeRegression(compute),
         LoadModel([KV, SWA], dict(zip(Tier, load, strict=True))),
         step_tokens=step_tokens,
         interference=InterferenceRegression(delays),
+        handoff=handoff,
     ),
     st.tuples(*[tier_rates] * len(Tier)),
     st.builds(ComputeCoefficients, st.floats(0, 0.01), paces, st.floats(1e-10, 1e-6)),
     st.sampled_from([0, 256, 2048]),
     st.none() | st.builds(InterferenceCoefficients, *[st.floats(0, 1e-3)] * 6),
+    st.builds(HandoffCost, st.floats(0, 0.1), st.floats(0, 1e-4)),
 )
 worker_views = {
     name: st.builds(
@@ -165,6 +167,5 @@ def steps(draw: st.DrawFn) -> Step:
         draw(owners),
         draw(st.integers(0, tokens)),
         draw(st.sampled_from([0.0, 100.0])),
-        draw(st.booleans()),
         draw(st.booleans()),
     )

@@ -81,16 +81,11 @@ def test_pools_take_the_least_loaded_of_each() -> None:
     assert where(policy, Step(5_000, {"p1": WorkerPrefix(2_000)}), view) == ("p1", "d2")
 
 
-@pytest.mark.parametrize(
-    ("tokens", "held", "prefills"),
-    [(5_000, 2_953, "d2"), (5_000, 2_952, "p2"), (1_000, 301, "d2"), (1_000, 300, "p2")],
-)
-def test_a_decode_worker_prefills_what_is_short_there(
-    tokens: int, held: int, prefills: str
-) -> None:
-    """Fewer than 2,048 tokens without credit, and less than 0.7 of the prompt."""
-    step = Step(tokens, {"d2": WorkerPrefix(held)})
-    assert where(Dynamo(random.Random(1)), step, pools()) == (prefills, "d2")
+def test_a_decode_pool_is_chosen_by_load_alone() -> None:
+    """By its defaults Dynamo prefills nothing at a decode worker, however much that one has."""
+    for name in ("d1", "d2"):
+        step = Step(5_000, {name: WorkerPrefix(4_999)})
+        assert where(Dynamo(random.Random(1)), step, pools()) == ("p2", "d2")
 
 
 def test_a_scale_below_0_is_refused() -> None:

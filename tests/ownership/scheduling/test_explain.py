@@ -18,7 +18,7 @@ def test_every_candidate_has_a_line_the_cheapest_first() -> None:
     assert lines[2].split()[1:6] == ["state_migration", "b", "b", "a", "900"]
     assert lines[2].split()[6:] == ["0.0", "100.0", "90.0", *["0.0"] * 5, "190.0"]
     assert lines[-3:] == [
-        "step: incremental_turn, 1000 tokens",
+        "step: 1000 tokens",
         "choice: state_migration, decode at b, reading from a",
         "predicted time to first token: 190.0 ms",
     ]

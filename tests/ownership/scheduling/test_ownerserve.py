@@ -17,7 +17,6 @@ from ownership.scheduling import (
     PlacementDecision,
     PlacementWeights,
     Step,
-    StepClass,
     WorkerLoad,
     WorkerPrefix,
     WorkerView,
@@ -75,7 +74,7 @@ def test_the_order_of_workers_does_not_matter(
     rng.shuffle(held)
     other = Step(
         step.prompt_tokens, dict(held), step.session_id, step.owner, step.boundary_tokens,
-        step.output_tokens, step.from_tool, step.forked,
+        step.output_tokens, step.forked,
     )  # fmt: skip
     assert decide(found, step).placement == decide(shuffled, other).placement
 
@@ -185,7 +184,6 @@ def test_a_long_prompt_is_prefilled_where_that_is_fast() -> None:
         worker("b", costs=costs_of(token_s=1e-4, interference=slow)),
     )
     decision = CHEAP.decide(Step(10_000, output_tokens=100), fleet)
-    assert decision.step_class is StepClass.NEW_LONG_PREFIX
     assert decision.placement.action is Action.REMOTE_PREFILL
     assert (decision.placement.prefill_worker, decision.placement.decode_worker) == ("b", "a")
     assert decision.predicted.total_s == pytest.approx(2.1009)

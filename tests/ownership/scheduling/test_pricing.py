@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.compute_model import InterferenceCoefficients
-from hetero_connector.planner.cost_model import CostWeights
+from hetero_connector.planner.cost_model import CostWeights, HandoffCost, RequestOverhead
 from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.planner.pricing import EngineLoad
 from ownership.scheduling import (
@@ -138,6 +138,23 @@ def test_terms_of_local_fetched_and_remote_routes() -> None:
     assert pricing.terms(Route(0, 0, 1)) == pytest.approx((0.05, 0.1, 0.04, 0, 0, 0, 0, 0))
     remote = (0, 0.101, 0.0999, 0, 0, 0, 0, 0)
     assert pricing.terms(Route(0, 1)) == pytest.approx(remote, abs=1e-9)
+
+
+def test_a_handoff_costs_more_than_reading() -> None:
+    """0.3 s + 0.1 ms a token, and b's front end and scheduling once more: 0.02 + 0.01 s, and
+    0.02 ms a token."""
+    costs = costs_of()
+    costs.handoff = HandoffCost(0.3, 1e-4)
+    costs.overhead = RequestOverhead(0.02, 1e-5, 0.01, 1e-5)
+    fleet = fleet_of(worker("a"), worker("b", costs=costs))
+    free, dear = (
+        StepPricing(Step(1_000), x, FREE).terms(Route(1, 0))
+        for x in (fleet_of(worker("a"), worker("b")), fleet)
+    )
+    assert dear == pytest.approx(free._replace(network_s=free.network_s + 0.33 + 0.12))
+    pricing = StepPricing(Step(1_000), fleet, FREE)
+    assert pricing.remote_total_s[0, 1] == pytest.approx(dear.total_s)
+    assert pricing.terms(Route(1, 1)).total_s == pytest.approx(1.0), "it computes all itself"
 
 
 def test_terms_of_a_route_that_fetches_and_hands_off() -> None:

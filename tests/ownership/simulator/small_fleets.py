@@ -80,11 +80,13 @@ def fleet(
 
 
 def with_pools(policy: str, workers: int) -> str:
-    """Give a policy the pools that it needs; one worker has none, so there it is `colocated`."""
+    """Give a policy the pools that it needs; where it can have none it is `colocated`: with one
+    worker, and without DRAM."""
     name, _, options = policy.partition("+")
     if not POOLED.get(name):
         return policy
-    pools = f"{name}+prefillers={workers // 2}" if workers > 1 else "colocated"
+    can_hand_off = workers > 1 and "tiers=gpu" not in options
+    pools = f"{name}+prefillers={workers // 2}" if can_hand_off else "colocated"
     return f"{pools}+{options}" if options else pools
 
 

@@ -13,6 +13,10 @@ from hetero_connector.spec.presets import PRESETS
 from ownership.scheduling.fleet import Link, Role
 from ownership.simulator.fleet_file import read_fleet
 from ownership.simulator.machine.costs import COMPUTE, HARDWARE
+from ownership.simulator.policies import parse_policy
+from ownership.simulator.simulate import simulate
+from ownership.simulator.traces.session import Session
+from tests.ownership.simulator.small_fleets import prompt, trace_of
 
 GOOD = """
 model: llama-3.1-8b
@@ -59,6 +63,33 @@ def test_a_profile_is_read_from_the_folder_of_the_fleet(tmp_path: Path) -> None:
     (worker,) = read_fleet(written(tmp_path, text)).workers
     assert worker.costs.compute.coefficients == pytest.approx((1.0, 2.0, 3.0))
     assert worker.costs.load.rates(Tier.DRAM).latency_s == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "guessed"),
+    [
+        ("dram_gib: 4", "colocated", ""),
+        ("count: 2", "colocated", ""),
+        ("dram_gib: 4, ssd_gib: 9", "colocated", "ssd"),
+        ("dram_gib: 4, ssd_gib: 9, count: 2", "colocated", "ssd and peer"),
+        ("dram_gib: 4, ssd_gib: 9, count: 2", "colocated+tiers=gpu", ""),
+    ],
+)
+def test_a_tier_that_is_used_and_not_measured_is_a_caveat(
+    tmp_path: Path, kind: str, policy: str, guessed: str
+) -> None:
+    types = PRESETS["llama-3.1-8b"]().state_types
+    rates = TierRates(0.5, dict.fromkeys(types, 1e-9), 1e-9)
+    subject = ProfileSubject("Tiny", "c0ffee", "bfloat16", "", "auto", 1, "a machine")
+    compute = ComputeCoefficients(1.0, 2.0, 3.0)
+    profile = CostProfile("measured", subject, compute, load={Tier.DRAM: rates})
+    profile.write(tmp_path / "profile.json")
+    workers = f"workers: [{{profile: profile.json, hbm_gib: 40, {kind}}}]"
+    fleet = read_fleet(written(tmp_path, f"model: llama-3.1-8b\n{workers}"))
+    sent = trace_of(Session("a", (prompt(0, 512),), 0.0))
+    problem = f"Profiles have not measured loads from {guessed}: speeds are guesses."
+    found = simulate(sent, fleet, parse_policy(policy)).caveats
+    assert found == ((problem,) if guessed else ())
 
 
 def test_a_profile_of_another_layout_is_refused(tmp_path: Path) -> None:

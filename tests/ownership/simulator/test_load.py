@@ -111,6 +111,18 @@ def test_a_seed_draws_other_sessions() -> None:
     assert found[0] != found[2]
 
 
+def test_a_session_with_a_refused_request_is_no_task() -> None:
+    """Its second request fits no worker, so its third is never sent."""
+    turns = (prompt(0, 512), prompt(0, 262_144, parent=0, think_s=1.0))
+    refused = Session("a", (*turns, prompt(0, 1_024, parent=1, think_s=1.0)), 0.0)
+    spec = fleet(1, capacity=TIGHT[DENSE])
+    whole = Session("b", (prompt(5_000, 512),), 50.0)
+    found, alone = (figures(trace_of(*x), spec) for x in ((refused, whole), (whole,)))
+    assert (found.requests, found.refused, found.sessions) == (2, 1, 1)
+    assert found.task_slowdown_mean == pytest.approx(alone.task_slowdown_mean)
+    assert found.task_mean_s == pytest.approx(alone.task_mean_s)
+
+
 def test_a_population_that_is_refused_comes_back_and_ends() -> None:
     """No page for any prompt: every session is refused, and another one follows."""
     trace = trace_of(Session("a", (prompt(0, 262_144),), 0.0))

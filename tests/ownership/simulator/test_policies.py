@@ -13,7 +13,8 @@ from ownership.scheduling.ownerserve import OwnerServe
 from ownership.scheduling.predicted_latency import PredictedLatency
 from ownership.simulator.machine.worker import CachePolicy
 from ownership.simulator.policies import TERMS, parse_policy
-from tests.ownership.simulator.small_fleets import fleet
+from ownership.simulator.state.memory import TierBytes
+from tests.ownership.simulator.small_fleets import GIB, fleet
 
 
 def test_a_name_is_a_policy_with_its_defaults() -> None:
@@ -71,6 +72,29 @@ def test_pools_that_a_policy_needs_are_asked_for(name: str) -> None:
         parse_policy(name).workers(workers)
     with pytest.raises(SimulationError, match="prefillers: 3 of 3 workers leaves none to decode"):
         parse_policy(f"{name}+prefillers=3").workers(workers)
+
+
+@pytest.mark.parametrize("name", ["static_pd", "round_robin_pd", "conductor", "dynamo"])
+def test_pools_need_dram_to_hand_off_from_and_to(name: str) -> None:
+    roles = (Role.PREFILL, Role.DECODE)
+    problem = f"policy '{name}.*hands off what is in DRAM: give every worker some"
+    with pytest.raises(SimulationError, match=problem):
+        parse_policy(f"{name}+tiers=gpu").workers(fleet(2, roles=roles).workers)
+    with pytest.raises(SimulationError, match=problem):
+        parse_policy(f"{name}+tiers=gpu+prefillers=1").workers(fleet(2).workers)
+    without = fleet(2, roles=roles, capacity=TierBytes(GIB)).workers
+    with pytest.raises(SimulationError, match=problem):
+        parse_policy(name).workers(without)
+
+
+def test_what_is_stored_is_known_late_only_where_something_is_stored() -> None:
+    policy = parse_policy("ownerserve+tiers=gpu+prefix_lag=1")
+    with pytest.raises(SimulationError, match="prefix_lag is of what is in DRAM: give every"):
+        policy.workers(fleet(2).workers)
+
+
+def test_dynamo_needs_no_dram_without_pools() -> None:
+    assert len(parse_policy("dynamo+tiers=gpu").workers(fleet(2).workers)) == 2
 
 
 @pytest.mark.parametrize(

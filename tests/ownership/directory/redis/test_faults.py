@@ -196,6 +196,30 @@ class TestSlow:
 
 
 class TestUnreachable:
+    def test_a_call_asks_once_and_no_wait_is_longer_than_half_the_deadline(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Times on a busy machine say little, so this looks at what the socket was told."""
+        timeouts: list[float | None] = []
+        settimeout = socket.socket.settimeout
+
+        def noted(connection: socket.socket, timeout_s: float | None) -> None:
+            timeouts.append(timeout_s)
+            settimeout(connection, timeout_s)
+
+        monkeypatch.setattr(socket.socket, "settimeout", noted)
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            url = f"redis://:x@127.0.0.1:{silent.getsockname()[1]}"
+            directory = RedisDirectory(url, deadline_s=DEADLINE_S)
+            with pytest.raises(DirectoryUnavailableError):
+                join(directory, "ann")
+            directory.close()
+            silent.setblocking(False)
+            silent.accept()[0].close()
+            with pytest.raises(BlockingIOError):
+                silent.accept()
+        assert set(timeouts) == {DEADLINE_S / 2}
+
     def test_a_port_without_a_server_is_unavailable(self) -> None:
         with socket.socket() as closed:
             closed.bind(("127.0.0.1", 0))

@@ -223,6 +223,17 @@ def test_a_prompt_that_cannot_be_named_by_a_bug_is_served(
     assert "a prompt could not be named" in caplog.text
 
 
+def test_the_length_of_a_prompt_is_guessed_after_its_first_image(fleet: Fleet) -> None:
+    fleet.add("http://one")
+    image = {"type": "image_url", "image_url": {"url": "data:" + "A" * 100_000}}
+    text = {"type": "text", "text": TEXT}
+    talk = [{"role": "user", "content": TEXT}, {"role": "user", "content": [image, text]}]
+    view = fleet.find({"messages": talk}, "/v1/chat/completions")
+    [chain] = view.chains.values()
+    assert "media" in view.reasons
+    assert 0.9 * len(TEXT) / 4 < view.prompt_tokens - chain.num_tokens < 1.1 * len(TEXT) / 4
+
+
 @pytest.mark.parametrize("tools", [5, True, "f", {"type": "function"}])
 def test_tools_that_are_no_list_are_not_translated(fleet: Fleet, tools: object) -> None:
     fleet.add("http://one")
@@ -276,6 +287,7 @@ def test_a_server_is_degraded_until_its_answers_agree_and_after_they_differ(flee
     assert compare("http://one", Kind.TEXT, chain, right) is None
     assert compare("http://one", Kind.TEXT, chain, wrong) == "keys_differ"
     assert fleet.find({"prompt": TEXT}).reasons == ("keys_differ",)
+    assert fleet.find({"prompt": list(range(100))}).reasons == ("keys_differ",)
     for _ in range(2):
         compare("http://one", Kind.TEXT, chain, right)
         assert fleet.find({"prompt": TEXT}).reasons == ("keys_differ",)
@@ -283,6 +295,7 @@ def test_a_server_is_degraded_until_its_answers_agree_and_after_they_differ(flee
     assert fleet.find({"prompt": TEXT}).reasons == ()
     assert compare("http://one", Kind.TEXT, chain, {**right, "prompt_tokens": 1}) == "tokens_differ"
     assert fleet.find({"prompt": TEXT}).certainty is Certainty.DEGRADED
+    assert fleet.find({"prompt": list(range(100))}).reasons == ()
     fleet.trust.forget("http://one")
     assert fleet.find({"prompt": TEXT}).reasons == ("unchecked",)
 
@@ -295,6 +308,26 @@ def test_a_directory_that_is_late_costs_one_deadline_and_then_a_pause(fleet: Fle
     assert view.prompt_tokens > 0
     assert fleet.find({"prompt": TEXT}).reasons == ("directory_late",)
     assert fleet.directory.asked == 1, "it was asked during the pause"
+
+
+@pytest.mark.parametrize("worker", ["", "elsewhere", "ended"])
+def test_what_is_in_another_directory_is_not_known(fleet: Fleet, worker: str) -> None:
+    """Else a fleet whose keys differ in `?fleet=` would count as known, with nothing stored."""
+    fleet.memory.end_lease(fleet.memory.register(Worker("ended"), 60.0).epoch)
+    fleet.add("http://one", replace(PUBLISHED, worker=worker))
+    view = fleet.find({"prompt": TEXT})
+    assert (view.certainty, view.reasons) == (Certainty.BLIND, ("not_in_directory",))
+    assert view.prompt_tokens > 0
+    assert fleet.find({"prompt": [1, 2]}).reasons == (), "nothing is stored of a short prompt"
+    fleet.add("http://two", replace(PUBLISHED, worker="b"))
+    fleet.store("b", view, 3)
+    view = fleet.find({"prompt": TEXT})
+    assert (view.certainty, view.reasons) == (Certainty.DEGRADED, ("not_in_directory",))
+    assert view.prefixes == {"http://two": WorkerPrefix(0, 3 * SIZE, 3 * SIZE)}
+    fleet.add("http://one")
+    assert fleet.find({"prompt": TEXT}).certainty is Certainty.EXACT
+    fleet.memory.end_lease(fleet.epochs["a"])
+    assert fleet.find({"prompt": TEXT}, now_s=3.0).reasons == ("not_in_directory",)
 
 
 def test_an_error_of_the_directory_is_named(fleet: Fleet) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from hetero_connector.tools import cli, command
 from ownership.scheduling import POLICIES, Step, WorkerLoad, WorkerPrefix
+from ownership.scheduling.fleet import Machine
 from ownership.simulator.traces.decision_file import DecisionFile
 from tests.ownership.simulator.decisions.logs import Log, changed
 
@@ -93,14 +94,15 @@ def test_lines_that_cannot_be_used_are_counted(
     lost = changed(two, fleet="unknown")
     odd = changed(four, prompt_tokens=0)
     newer = changed(four, format=9, kind="something else")
-    log.lines = [old, fleet, lost, three[:40], b"", newer, odd, four]
+    free = changed(fleet, fleet="free", figures={x: [0.0] * len(Machine._fields) for x in "ab"})
+    log.lines = [old, fleet, lost, three[:40], b"", newer, odd, free, four]
     path = log.write(tmp_path / "log.gz")
     path.write_bytes(gzip.compress(path.read_bytes()))
     found = report(path, capsys)
-    assert (found["decisions"], found["unreadable_lines"], found["newer_lines"]) == (3, 2, 1)
+    assert (found["decisions"], found["unreadable_lines"], found["newer_lines"]) == (3, 3, 1)
     assert found["decisions_without_view"] == 2
     assert found["policies"][0]["decisions"] == 1
-    assert found["caveats"][0].startswith("2 lines left out: torn, or no decision (line 4: ")
+    assert found["caveats"][0].startswith("3 lines left out: torn, or no decision (line 4: ")
     assert found["caveats"][1].startswith("1 line left out: written by a later version")
     assert found["caveats"][2].startswith("2 lines without the view")
 

@@ -60,3 +60,31 @@ def test_an_ssd_is_read_after_the_chunks_that_a_peer_sends(policy: str, used: bo
         assert [one.owner for one in reader.dram.runs()][:2] == ["w1", None]
         assert flows.written.chunks == 1, "the last chunk; the peer's are the peer's"
     assert not any(one.pins for one in (reader.dram.root, *reader.dram.runs()))
+
+
+def test_a_request_that_waits_for_its_state_counts_as_waiting() -> None:
+    """It is read from a peer, then from an SSD, computed, and read by the worker that decodes."""
+    spec = fleet(2, roles=PAIR, cost_model=costs(bytes_per_s=10e9))
+    turn = prompt(0, 101 * 256)
+    policy = "static_pd+restores=always_load"
+    run = simulation(spec, Session("a", (turn,), 0.0), policy=policy)
+    reader, peer = (worker.memory for worker in run.workers.values())
+    reader.ssd.write(turn.blocks.head(100), 60, (), reader.next_tick())
+    peer.seal(turn.blocks.head(60), ())
+    seen: list[tuple[int, int]] = []
+
+    def look() -> None:
+        if len(run.sessions.live):
+            loads = [worker.load() for worker in run.workers.values()]
+            waiting = sum(load.waiting_requests for load in loads)
+            seen.append((waiting, waiting + sum(load.running_requests for load in loads)))
+            run.loop.at(run.loop.now_s + 1e-3, look)
+
+    run.loop.at(1e-3, look)
+    run.run()
+    (request_s,) = run.tally.step_s
+    waited_s = sum(run.tally.waits_s)
+    assert {everywhere for _, everywhere in seen} == {1}
+    assert len(seen) == pytest.approx(1e3 * request_s, abs=2)
+    assert sum(waiting for waiting, _ in seen) == pytest.approx(1e3 * waited_s, abs=4)
+    assert waited_s > 0.3 * request_s

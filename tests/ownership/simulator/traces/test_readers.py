@@ -96,7 +96,7 @@ def test_mooncake(tmp_path: Path) -> None:
 
 def test_block_agents(tmp_path: Path) -> None:
     a, b = read(tmp_path, BLOCK_AGENTS)
-    assert (a.id, a.start_s, b.id, b.start_s) == ("a", 0.5, "b", 1.5)
+    assert (a.id, a.start_s, b.id, b.start_s) == ("a", 0.0, "b", 1.0)
     assert [(r.offset_s, r.parent, r.think_s) for r in a.requests] == [
         (0.0, None, None),
         (2.0, 0, None),
@@ -107,7 +107,7 @@ def test_block_agents(tmp_path: Path) -> None:
 
 def test_bailian(tmp_path: Path) -> None:
     chats, cut = read(tmp_path, BAILIAN)
-    assert (chats.id, chats.start_s, cut.id, cut.start_s) == ("10", 1.0, "12", 4.0)
+    assert (chats.id, chats.start_s, cut.id, cut.start_s) == ("10", 0.0, "12", 3.0)
     assert [(r.offset_s, r.parent) for r in chats.requests] == [(0.0, None), (1.5, 0), (3.5, 0)]
     assert {r.trigger for r in chats.requests} == {Trigger.USER}
     _, second, third = (r.blocks.ids().tolist() for r in chats.requests)
@@ -127,6 +127,16 @@ def test_azure(tmp_path: Path) -> None:
 def test_azure_times_with_a_zone(tmp_path: Path) -> None:
     rows = [AZURE_HEADER, "2024-05-10 00:00:00.5+00:00,1,1", "2024-05-10 00:00:02.75+00:00,1,1"]
     assert [s.start_s for s in read(tmp_path, rows)] == [0.0, 2.25]
+
+
+@pytest.mark.parametrize("format", ["mooncake", "block-agents", "bailian"])
+def test_starts_are_counted_from_the_first_request(tmp_path: Path, format: str) -> None:
+    """Some recordings have times of day, in milliseconds or seconds."""
+    rows = EXAMPLES[format]
+    late = [x | {"timestamp": x["timestamp"] + 1_764_444_000_000} for x in rows]
+    found = read(tmp_path, late, format)
+    assert found == read(tmp_path, rows, format)
+    assert found[0].start_s == 0.0
 
 
 def test_a_directory_is_its_files_by_name(tmp_path: Path) -> None:
