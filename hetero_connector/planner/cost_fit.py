@@ -26,7 +26,7 @@ _FORGETTING = 0.995
 _HUBER = 2.0
 """Residuals beyond this many running mean deviations lose weight (P. J. Huber, Robust
 Estimation of a Location Parameter, 1964)."""
-_GUESSED = 1e-8
+_GUESSED = 3e-9
 """Weight of a built-in default, in samples: it may be a thousand times off."""
 _KNOWN = 3.0
 """Weight of a measured profile, in samples."""
