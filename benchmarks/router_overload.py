@@ -2,8 +2,9 @@
 
 Two stub workers take `IN_FLIGHT` requests each, of `SERVICE_S` seconds. Clients send 80 % of what
 that allows for `--seconds`, then ten times that, and then the first load again, at fixed times
-whatever comes back. Answers are counted that end while requests are sent, from `SERVICE_S` on, when
-the first can have ended. `goodput_of_capacity`: those per second under the overload over what the
+whatever comes back. Answers are counted that end while requests are sent: under overload the first
+end together after `SERVICE_S`, so from half of that later to half of it before the end.
+`goodput_of_capacity`: those per second under the overload over what the
 workers can take; near 1 means that nothing collapses. Goal >= 0.95. `served_ms_p99_10x`: time of
 the answers under overload, which the bounds of the queue allow to be `bound_ms`. `refused` are
 answered 429, with `Retry-After` and a reason. `silent` answers are none of both, `hung` ones take
@@ -83,7 +84,9 @@ async def load(
         await asyncio.sleep(max(0.0, begun_s + number / rate - time.monotonic()))
         sending.append(asyncio.create_task(send(session, url, outcomes)))
     await asyncio.gather(*sending)
-    return outcomes, outcomes.served_per_s(begun_s + SERVICE_S, begun_s + seconds)
+    return outcomes, outcomes.served_per_s(
+        begun_s + 1.5 * SERVICE_S, begun_s + seconds - 0.5 * SERVICE_S
+    )
 
 
 async def measure(seconds: float) -> dict[str, float]:
@@ -122,8 +125,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each load (default 30)")
     given = parser.parse_args()
-    if given.seconds <= SERVICE_S:
-        parser.error(f"--seconds is more than {SERVICE_S:g}, in which no answer ends")
+    if given.seconds <= 2 * SERVICE_S:
+        parser.error(f"--seconds is more than {2 * SERVICE_S:g}: before, too few answers end")
     figures = uvloop.run(measure(given.seconds))
     rows = [[name, f"{value:,.4g}", GOALS.get(name, "")] for name, value in figures.items()]
     text = f"{machine_line()}\n\n{table(['figure', 'value', 'goal'], rows)}"

@@ -113,7 +113,8 @@ class Admission:
         return len(self._queue)
 
     async def enter(self, request: RouterRequest) -> None:
-        """Wait for room. Call `placed` once the request counts at a worker, or will not.
+        """Wait for room. Call `placed` when the request is about to count at a worker, or will
+        not.
 
         Raises RefusedError if too many wait, or this one has waited too long.
         """
@@ -135,16 +136,18 @@ class Admission:
                 self._queue.remove(waiter)
                 self._on_queued(self.queued)
             else:
-                self.placed()
+                self.placed(counts=False)
             if isinstance(error, TimeoutError):
                 text = f"no worker had room within {self._queue_s:g} s"
                 raise self._refused(Reason.QUEUE_TIMEOUT, text) from None
             raise
 
-    def placed(self) -> None:
-        """The request counts at its worker from now on, or was refused."""
+    def placed(self, *, counts: bool) -> None:
+        """The request counts at its worker, at the latest before the event loop goes on; or it
+        needs no room after all, and another one gets it."""
         self._placing -= 1
-        self.admit()
+        if not counts:
+            self.admit()
 
     def left(self) -> None:
         """A request has ended, so there may be room."""

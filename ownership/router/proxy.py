@@ -189,7 +189,7 @@ class Proxy:
             except _PausedError:
                 pass  # it waits again
             finally:
-                self._admission.placed()
+                self._admission.placed(counts=isinstance(placed, Placed))
         if isinstance(placed, Refusal):
             raise RefusedError(placed)
         if placed.certainty:

@@ -45,8 +45,8 @@ class Bench:
     async def enter(self, wanted: RouterRequest) -> None:
         await self.admission.enter(wanted)
         self.entered.append(wanted)
-        self.room.by_model[wanted.model or "any"] -= 1
-        self.admission.placed()
+        self.admission.placed(counts=True)
+        self.room.by_model[wanted.model or "any"] -= 1  # it is sent after it was placed
 
     async def wait(self, *wanted: RouterRequest) -> list[asyncio.Task[None]]:
         """Let requests enter; return when those who must wait do."""
@@ -79,6 +79,32 @@ def test_with_room_nothing_waits() -> None:
         assert bench.admission.queued == 0
 
     play(story())
+
+
+def test_one_end_lets_one_request_in() -> None:
+    """Although the request that gets the room counts at its worker only after it was placed."""
+
+    async def run() -> None:
+        bench = Bench(Room(any=1))
+        await bench.wait(*(request() for _ in range(4)))
+        assert len(bench.entered) == 1
+        await bench.release()
+        assert len(bench.entered) == 2
+
+    asyncio.run(run())
+
+
+def test_a_request_that_needs_no_room_after_all_leaves_it_to_the_next() -> None:
+    async def run() -> None:
+        bench = Bench(Room(any=1))
+        await bench.admission.enter(request())
+        await bench.wait(request())
+        assert not bench.entered
+        bench.admission.placed(counts=False)
+        await settle()
+        assert len(bench.entered) == 1
+
+    asyncio.run(run())
 
 
 def test_a_client_with_a_thousand_requests_does_not_delay_another_s_one() -> None:
