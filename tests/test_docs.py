@@ -141,20 +141,25 @@ def test_every_goal_of_a_benchmark_is_on_the_page_of_figures() -> None:
 
 def test_a_model_that_a_cpu_cannot_run_has_no_row() -> None:
     made = sys.modules[generator().figures.__module__]
-    newest = generator().results("restore")[0]
-    assert "DeepSeek-V4" in made._ttft(newest)
-    left = {k: v for k, v in newest.details["restore"].items() if k != "deepseek_v4"}
-    without = made._ttft(dataclasses.replace(newest, details={"restore": left}))
+    ways = dict.fromkeys(("cold", "local", "dram", "ssd"), 1.0)
+    seconds = dict.fromkeys(made._TTFT_ROWS, ways)
+    whole = dataclasses.replace(generator().results("restore")[0], details={"restore": seconds})
+    assert "DeepSeek-V4" in made._ttft(whole)
+    left = {model: ways for model in seconds if model != "deepseek_v4"}
+    without = made._ttft(dataclasses.replace(whole, details={"restore": left}))
     assert "DeepSeek-V4" not in without
-    assert without.count("\n") == made._ttft(newest).count("\n") - 1
+    assert without.count("\n") == made._ttft(whole).count("\n") - 1
 
 
 def test_a_goal_is_missed_if_one_rate_misses_it() -> None:
-    result = next(x for x in generator().results("router") if "Xeon" in x.machine)
-    highest, lowest = (result.figures[f"cores_at_100_rps_100k{x}"] for x in ("", "_least"))
+    """Requests cost 0.045 s of CPU time at one rate and 0.025 s at the other."""
+    made = sys.modules[generator().figures.__module__]
+    idle = {"wall_s": 10.0, "cpu_s": 1.0}
+    loaded = [{"wall_s": 10.0, "cpu_s": 1.0 + 40 * x, "requests": 40} for x in (0.045, 0.025)]
+    cores = made._cores_at_100_rps(idle, *loaded)
+    assert [round(x, 9) for x in cores.values()] == [4.6, 2.6]
     goal = generator().FIGURES["router"]["cores_at_100_rps_100k"].goal
-    assert not generator().is_met(highest, goal)
-    assert generator().is_met(lowest, goal)
+    assert [generator().is_met(x, goal) for x in cores.values()] == [False, True]
 
 
 def test_intervals_in_the_text_are_those_of_the_newest_campaign() -> None:

@@ -16,13 +16,13 @@ def test_only_answers_that_end_in_the_window_count() -> None:
 
 
 @pytest.mark.long
-def test_a_router_under_overload_serves_at_most_what_its_workers_take(
+def test_a_router_under_overload_serves_some_and_refuses_the_others_with_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(router_overload, "IN_FLIGHT", 2)
     monkeypatch.setattr(router_overload, "CAPACITY_PER_S", 2.0)
     figures = asyncio.run(router_overload.measure(8.0))
-    assert 0.0 < figures["served_per_s_10x"] <= 2.0 + 4 / 4.0, "of four seconds, a late batch more"
+    assert figures["goodput_of_capacity"] > 0.0
     assert figures["refused_share_10x"] > 0.0
     assert figures["silent"] == figures["hung"] == 0
     assert router_overload.GOALS.keys() <= figures.keys()

@@ -70,7 +70,7 @@ def test_the_check_finds_each_kind_of_mistake(query: str, message: str) -> None:
 @pytest.mark.parametrize("board", DASHBOARDS, ids=lambda board: board.name)
 def test_a_dashboards_file_is_what_the_script_writes(board: Dashboard) -> None:
     written = json.loads(board.path.read_text())
-    assert written == board.as_json(), "run: .venv/bin/python scripts/make_dashboard.py"
+    assert written == board.as_json(), "run: .venv/bin/python -m scripts.make_dashboard"
 
 
 def test_every_metric_is_on_a_dashboard() -> None:

@@ -85,7 +85,7 @@ def takes_system_messages_anywhere(template: str) -> bool:
     )
     try:
         sandbox.from_string(template).render(messages=talk, add_generation_prompt=False)
-    except Exception:  # vLLM takes any error of a template as a refusal
+    except Exception:  # a template runs code of its own
         return False
     return True
 

@@ -135,6 +135,28 @@ class LosingMeanwhile(LeastLoaded):
         return await super().place(request, candidates)
 
 
+def test_no_worker_gets_more_than_it_has_room_for_while_others_wait() -> None:
+    async def story() -> list[int]:
+        workers, (one,) = workers_of("one")
+        seen: list[int] = []
+
+        async def serve(proxy: Proxy, turns: int) -> None:
+            placed = await proxy.place(request())
+            with proxy.under_way(placed.worker):
+                seen.append(one.in_flight)
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+
+        async with aiohttp.ClientSession() as session:
+            metrics, spans = RouterMetrics(), RouterSpans("")
+            proxy = Proxy(RouterConfig(), workers, LeastLoaded(), session, metrics, spans)
+            await asyncio.gather(*(serve(proxy, 10 + number) for number in range(10)))
+        return seen
+
+    seen = asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
+    assert (len(seen), max(seen)) == (10, 2)
+
+
 def test_a_request_waits_if_all_workers_pause_since_it_was_let_through() -> None:
     async def story() -> Placed:
         workers, (one,) = workers_of("one")

@@ -52,13 +52,18 @@ def test_a_fleet(tmp_path: Path) -> None:
     assert first.costs.load.rates(Tier.DRAM).ahead_s_per_byte == pytest.approx(1 / (0.8 * 64e9))
 
 
-def test_a_profile_is_read_from_the_folder_of_the_fleet(tmp_path: Path) -> None:
+def write_profile(folder: Path) -> None:
+    """Write a profile that has measured computing and loads from DRAM."""
     types = PRESETS["llama-3.1-8b"]().state_types
     rates = TierRates(0.5, dict.fromkeys(types, 1e-9), 1e-9)
     subject = ProfileSubject("Tiny", "c0ffee", "bfloat16", "", "auto", 1, "a machine")
     compute = ComputeCoefficients(1.0, 2.0, 3.0)
     profile = CostProfile("measured", subject, compute, load={Tier.DRAM: rates})
-    profile.write(tmp_path / "profile.json")
+    profile.write(folder / "profile.json")
+
+
+def test_a_profile_is_read_from_the_folder_of_the_fleet(tmp_path: Path) -> None:
+    write_profile(tmp_path)
     text = "model: llama-3.1-8b\nworkers: [{profile: profile.json, hbm_gib: 1}]"
     (worker,) = read_fleet(written(tmp_path, text)).workers
     assert worker.costs.compute.coefficients == pytest.approx((1.0, 2.0, 3.0))
@@ -78,12 +83,7 @@ def test_a_profile_is_read_from_the_folder_of_the_fleet(tmp_path: Path) -> None:
 def test_a_tier_that_is_used_and_not_measured_is_a_caveat(
     tmp_path: Path, kind: str, policy: str, guessed: str
 ) -> None:
-    types = PRESETS["llama-3.1-8b"]().state_types
-    rates = TierRates(0.5, dict.fromkeys(types, 1e-9), 1e-9)
-    subject = ProfileSubject("Tiny", "c0ffee", "bfloat16", "", "auto", 1, "a machine")
-    compute = ComputeCoefficients(1.0, 2.0, 3.0)
-    profile = CostProfile("measured", subject, compute, load={Tier.DRAM: rates})
-    profile.write(tmp_path / "profile.json")
+    write_profile(tmp_path)
     workers = f"workers: [{{profile: profile.json, hbm_gib: 40, {kind}}}]"
     fleet = read_fleet(written(tmp_path, f"model: llama-3.1-8b\n{workers}"))
     sent = trace_of(Session("a", (prompt(0, 512),), 0.0))
