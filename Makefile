@@ -140,7 +140,7 @@ format: venv  ## Let ruff rewrite
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-bench: venv  ## Figures and plots; MOONCAKE=trace SESSIONS=trace for those of the simulator
+bench: venv  ## Figures; MOONCAKE=trace SESSIONS=trace for those of the simulator
 	$(RUN) -m benchmarks.restore --json
 	$(RUN) -m benchmarks.scheduler_hook --json
 	$(RUN) -m benchmarks.layerwise_transfer --json

@@ -12,8 +12,7 @@ new token, and the seconds to restore stored state, by loading or recomputing.
 
 With `--day` the sessions are spread over a day with smaller and smaller budgets and disks:
 `day_over_budget` is the most written in any 24 hours divided by the budget, `day_over_capacity` the
-disk's use divided by `ssd_gib`. Goals <= 1. With `--engine` a few scaled-down sessions also run on
-the real CPU engine.
+disk's use divided by `ssd_gib`. Goals <= 1.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pareto, plots, policy_engine, session_day
+from benchmarks import pareto, session_day
 from benchmarks.agent_sessions import Session, recorded, synthetic
 from benchmarks.measure import machine_line, rounded, save, table
 from benchmarks.policy_replay import PolicyRun, replay
@@ -53,16 +51,12 @@ def main() -> None:
             days = session_day.sweep(sessions, scratch / "day", _SEED)
             figures = session_day.figures_of(days)
             report.add(session_day.report(days), figures, days=[day.details() for day in days])
-        if arguments.engine:
-            measured = policy_engine.measure(sessions, scratch / "engine")
-            report.add(policy_engine.report(measured), engine=[asdict(x) for x in measured])
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     report.add(_goal_table(report.figures))
     if arguments.out:
         text = "\n\n".join(report.sections)
-        path = save("checkpoint_policies", text, report.figures, report.details)
-        print(f"written: {path}, {_plot(runs)}")
+        print(f"written: {save('checkpoint_policies', text, report.figures, report.details)}")
     if arguments.json:
         print(json.dumps(report.figures))
 
@@ -163,16 +157,6 @@ def _details(run: PolicyRun) -> dict[str, Any]:
     }
 
 
-def _plot(runs: Sequence[PolicyRun]) -> Path:
-    panels = []
-    for model in dict.fromkeys(run.model for run in runs):
-        mine = [run for run in runs if run.model == model]
-        points = {run.policy: (run.written_per_token / 1e3, run.restore_s) for run in mine}
-        line = pareto.hull([p for name, p in points.items() if name != "adaptive"])
-        panels.append((model, "kB written per token", "s of restores", points, line))
-    return plots.scatter("checkpoint_policies", panels)
-
-
 def _scratch() -> Path:
     parent = Path.cwd() / ".cache"
     parent.mkdir(exist_ok=True)
@@ -188,8 +172,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sessions", type=int, default=8, help="evenly spaced ones of the trace")
     parser.add_argument("--profile", type=Path, help="of `heterocache calibrate`")
     parser.add_argument("--day", action="store_true", help="a day within SSD capacity and budget")
-    parser.add_argument("--engine", action="store_true", help="a few sessions on the CPU engine")
-    parser.add_argument("--out", action="store_true", help="write table and plot into results/")
+    parser.add_argument("--out", action="store_true", help="write the table into results/")
     parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
     arguments = parser.parse_args()
     if arguments.sessions < 1:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,12 +25,17 @@ import redis
 from benchmarks.measure import machine_line, publish, rounded, table, timed
 from examples.embedded_redis import EmbeddedRedis
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey
+from hetero_connector.metrics import Recorder
 from hetero_connector.spec import StateType
 from hetero_connector.spec.presets import PRESETS
 from hetero_connector.spec.state_types import Family
 from ownership.directory import Claim, Copy, Grant, Worker
 from ownership.directory.identifiers import Epoch
 from ownership.directory.redis import RedisDirectory
+from ownership.member.chain_lookup import ChainLookups
+from ownership.member.directory_thread import DirectoryThread, ThreadHooks
+from ownership.member.lease_keeper import LeaseKeeper
+from ownership.member.live_peers import LivePeers
 
 TOKENS = 1_048_576
 STEP_TOKENS = 8_192
@@ -42,6 +48,8 @@ MODELS = {"dense": "llama-3.1-8b", "DeepSeek-V4": "deepseek-v4-flash"}
 GOALS = {"lookup_ms_1m": 2.0, "claims_per_s": 20_000.0, "redis_bytes_per_artifact": 300.0}
 _LEASE_S = 3_600.0
 _COPY_BYTES = 786_432
+_FIND_DEADLINE_S = 60.0
+_POLL_S = 1e-4
 
 
 @dataclass(frozen=True)
@@ -168,6 +176,7 @@ def lookups(
         timing(name, partial(directory.lookup, chain.keys), repeats, chain.num_artifacts)
         for name, chain in cases.items()
     ]
+    found.append(_found_by_an_engine(directory, dense, repeats))
     decoded = timing(
         "dense, every record decoded",
         lambda: list(directory.lookup(dense.keys).chunks),
@@ -175,6 +184,29 @@ def lookups(
         dense.num_artifacts,
     )
     return [*found, decoded]
+
+
+def _found_by_an_engine(directory: RedisDirectory, chain: Chain, repeats: int) -> Timing:
+    """Time from an engine's question until it has all copies."""
+    recorder = Recorder()
+    keeper = LeaseKeeper(directory, lambda: Worker("reader"), _LEASE_S, recorder)
+    hooks = ThreadHooks(start_epoch=lambda: iter(()), on_granted=lambda *_: None)
+    thread = DirectoryThread(directory, keeper, hooks, recorder)
+    lookups = ChainLookups(thread, keeper, LivePeers(_LEASE_S), recorder, _FIND_DEADLINE_S)
+    thread.start()
+    while keeper.lease is None:
+        time.sleep(_POLL_S)
+
+    def find() -> None:
+        lookup = lookups.find(chain.keys)
+        while not lookup.poll():
+            time.sleep(_POLL_S)
+        assert len(lookup.found) == len(chain.keys)
+
+    try:
+        return timing("dense, found by an engine", find, repeats, chain.num_artifacts)
+    finally:
+        thread.close()
 
 
 def references(client: redis.Redis, dense: Chain, repeats: int) -> list[Timing]:

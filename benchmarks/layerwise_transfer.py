@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import plots
 from benchmarks.engine_process import EngineProcess, prompt_tokens
 from benchmarks.measure import (
     DirectDisk,
@@ -295,7 +294,6 @@ def main() -> None:
     figures = _figures(copies, overlap, ssd)
     text = _report(copies, overlap, ssd, figures)
     details = {"overlap": overlap, "ssd": ssd, "copies": [vars(c) for c in copies]}
-    plot = partial(_plot, copies, ssd)
     publish(
         "layerwise_transfer",
         text,
@@ -303,7 +301,6 @@ def main() -> None:
         details,
         as_json=arguments.json,
         write=not arguments.no_files,
-        plot=plot,
     )
 
 
@@ -358,21 +355,6 @@ def _report(
             table(ssd_header, ssd_rows),
             table(["figure", "value"], [[n, f"{v:.4g}"] for n, v in figures.items()]),
         ]
-    )
-
-
-def _plot(copies: list[CopyTimes], ssd: dict[str, list[tuple[int, float]]]) -> Path:
-    by_size: dict[str, list[tuple[float, float]]] = {}
-    for c in sorted(copies, key=lambda c: c.size_bytes):
-        for way, ratio in (("load", c.load_over_memcpy), ("save", c.save_over_memcpy)):
-            by_size.setdefault(f"{way} {c.order}", []).append((c.size_bytes / 1e6, ratio))
-    in_kib = {name: [(size / 1024, r) for size, r in points] for name, points in ssd.items()}
-    return plots.lines(
-        "layerwise_transfer",
-        [
-            ("copies, x memcpy", "MB", "ratio", by_size),
-            ("SSD, x dd (O_DIRECT)", "extent, KiB", "ratio", in_kib),
-        ],
     )
 
 

@@ -196,16 +196,14 @@ def publish(
     *,
     as_json: bool,
     write: bool = True,
-    plot: Callable[[], Path] | None = None,
 ) -> None:
-    """Print the text, write it with a plot to `results/`, and print the figures as JSON.
+    """Print the text, write it to `results/`, and print the figures as JSON.
 
     `as_json`: print them, as the last line. `write`: write files.
     """
     print(text)
     if write:
-        paths = [save(name, text, figures, details), *([plot()] if plot else [])]
-        print(f"\nwritten: {', '.join(map(str, paths))}")
+        print(f"\nwritten: {save(name, text, figures, details)}")
     if as_json:
         print(json.dumps(figures))
 

@@ -37,7 +37,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import plots
 from benchmarks.engine_process import EngineProcess, prompt_tokens
 from benchmarks.measure import machine_line, rounded, save, table
 from benchmarks.planned_engine import CUTS, PlannedEngine
@@ -282,24 +281,9 @@ def main() -> None:
             for m in measured
         ]
         path = save("planner_grid", text, figures, {"cells": cells})
-        print(f"\nwritten: {path}, {_plot(measured)}")
+        print(f"\nwritten: {path}")
     if arguments.json:
         print(json.dumps(figures))
-
-
-def _plot(measured: list[Measured]) -> Path:
-    """Plot planned TTFT over the better single policy's, as a heat map for each model."""
-    panels = []
-    for model in dict.fromkeys(m.cell.model for m in measured):
-        mine = [m for m in measured if m.cell.model == model]
-        columns = list(dict.fromkeys(m.cell.tokens for m in mine))
-        rows = list(dict.fromkeys((m.cell.place, m.cell.decodes) for m in mine))
-        value = {((m.cell.place, m.cell.decodes), m.cell.tokens): m.over_best_single for m in mine}
-        grid = [[value[row, column] for column in columns] for row in rows]
-        panels.append((model, columns, [f"{p}, {d} decodes" for p, d in rows], grid))
-    return plots.heat_maps(
-        "planner_grid", "planned TTFT over the better of never and always", panels
-    )
 
 
 if __name__ == "__main__":

@@ -24,11 +24,9 @@ import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots
 from benchmarks.engine_process import EngineProcess, Timing, prompt_tokens
 from benchmarks.measure import DirectDisk, Memcpy, Samples, machine_line, publish, rounded, table
 from examples.cpu_kernels import runnable
@@ -265,7 +263,6 @@ def main() -> None:
         details,
         as_json=arguments.json,
         write=not (arguments.quick or arguments.no_files),
-        plot=partial(_plot, restores, figures),
     )
 
 
@@ -342,14 +339,6 @@ def _figure_table(figures: dict[str, float]) -> str:
 
 def _met(value: float, goal: float, sense: str) -> str:
     return "met" if (value <= goal if sense == "<=" else value >= goal) else "missed"
-
-
-def _plot(restores: list[RestoreTimes], figures: dict[str, float]) -> Path:
-    main_restore = restores[0]
-    ttft = {name: 1e3 * main_restore.seconds[name] for name in ("local", "dram", "ssd", "memcpy")}
-    panels: list[Any] = [(f"TTFT, {main_restore.dram_bytes / 1e6:.0f} MB", "ms", ttft, None)]
-    panels += [(name, "", {"": figures[name]}, goal) for name, (goal, _) in GOALS.items()]
-    return plots.bars("restore", panels)
 
 
 if __name__ == "__main__":

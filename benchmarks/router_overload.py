@@ -35,9 +35,6 @@ HUNG_S = 60.0
 CAPACITY_PER_S = WORKERS * IN_FLIGHT / SERVICE_S
 GOALS = {"goodput_of_capacity": ">= 0.95", "silent": "<= 0", "hung": "<= 0"}
 _PATH = "/v1/completions"
-_BODY = json.dumps(
-    {"stream": True, "stub": {"events": 8, "first_s": SERVICE_S / 2, "gap_s": SERVICE_S / 16}}
-).encode()
 
 
 @dataclass
@@ -54,10 +51,16 @@ class Outcomes:
         return sum(start_s <= x < end_s for x in self.ended_s) / (end_s - start_s)
 
 
+def body() -> bytes:
+    """Return a request whose answer takes about `SERVICE_S`."""
+    stub = {"events": 8, "first_s": SERVICE_S / 2, "gap_s": SERVICE_S / 16}
+    return json.dumps({"stream": True, "stub": stub}).encode()
+
+
 async def send(session: aiohttp.ClientSession, url: str, outcomes: Outcomes) -> None:
     begun_s = time.monotonic()
     try:
-        async with asyncio.timeout(HUNG_S), session.post(url + _PATH, data=_BODY) as answer:
+        async with asyncio.timeout(HUNG_S), session.post(url + _PATH, data=body()) as answer:
             content = await answer.read()
     except TimeoutError:
         outcomes.counts["hung"] += 1

@@ -165,7 +165,8 @@ class HeteroConfig:
     worker_name: str = declare(
         "text",
         values.worker_name,
-        "Name of this engine in the fleet; a restart under the same name takes over at once",
+        "Name of this engine in the fleet; a restart under the same name replaces the former "
+        "engine at once, and owns what that left when its lease has ended",
         "",
         unset="host name and engine id",
     )
@@ -220,8 +221,8 @@ class HeteroConfig:
     exact_handoffs: bool = declare(
         "`true` or `false`",
         values.boolean,
-        "Let a decoder resume a handoff at the prompt's last token for every model; slots grow by "
-        "the open blocks of windows and compressors",
+        "Let a decoder resume a handoff at the prompt's last token for every model without rings "
+        "or recurrent state; slots grow by the open blocks of windows and compressors",
         False,
     )
     verify: _Verify = _choice(
@@ -268,7 +269,7 @@ class HeteroConfig:
                     _check_dram_gib(given[name])
             except ConfigError as error:
                 errors.append(error)
-        for needed, names in _ONLY_WITH.items():
+        for needed, names in ONLY_WITH.items():
             if not extra_config.get(needed):
                 problem = f"only valid together with {needed!r}"
                 errors += [ConfigError(name, problem) for name in names if name in given]
@@ -288,7 +289,7 @@ class HeteroConfig:
 KEYS: tuple[Key, ...] = keys_of(HeteroConfig)
 
 
-_ONLY_WITH = {
+ONLY_WITH = {
     "directory": ("lease_s", "replica_ttl_s", "worker_name", "peer_host", "adopt_from"),
     "ssd_dir": ("ssd_gib", "ssd_write_gib_per_day"),
 }

@@ -92,6 +92,9 @@ def _path(key: str, value: object, kind: str) -> Path:
     text = os.fspath(value)
     if not _is_text(text) or not text.strip() or "\0" in text:
         raise ConfigError(key, f"expected a {kind}'s path, got {_shown(value)}")
+    scheme, is_url, _ = text.partition("://")
+    if is_url:
+        raise ConfigError(key, f"expected a {kind}'s path: drop {scheme}:// from {text!r}")
     try:
         return Path(os.path.abspath(Path(text).expanduser()))
     except RuntimeError as error:

@@ -238,6 +238,8 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Seal what all ranks have saved; unpin what all ranks have loaded."""
         meta, stats = connector_output.kv_connector_worker_meta, connector_output.kv_connector_stats
+        if stats is not None:  # a MultiConnector has those of each connector by its class's name
+            stats = stats.data.get(type(self).__name__, stats)
         if isinstance(stats, HeteroStats):
             self._recorder.add_reported(stats.data.get(COUNTERS, {}))
         if self._scheduler:
@@ -261,10 +263,12 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Save the request's end. Never delays the release of its blocks."""
-        if not self._scheduler:
-            return False, handoff_answer(request, 0)
-        handoff_tokens, report = self._scheduler.on_finished(request, block_ids)
-        answer = handoff_answer(request, handoff_tokens)
+        handoff_tokens, report = 0, None
+        if self._scheduler:
+            handoff_tokens, report = self._scheduler.on_finished(request, block_ids)
+        # Without a directory no other engine can read what is stored here, and in a MultiConnector
+        # the keys may be those of another connector, which does hand the prompt off.
+        answer = handoff_answer(request, handoff_tokens) if self._config.directory else None
         if report is not None:
             answer = {**(answer or {}), **report_answer(report)}
         return False, answer

@@ -189,9 +189,10 @@ def disk(directory: Path) -> Disk:
 
 
 def bytes_under(directory: Path) -> int:
-    """The disk space of the files below `directory`; 0 if it does not exist."""
-    return sum(
-        (Path(folder) / name).lstat().st_blocks * 512
-        for folder, _, names in os.walk(directory)
-        for name in names
-    )
+    """The disk space of the files below `directory`; 0 if it does not exist. Raises OSError."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # replaced or removed by a running engine
+                total += (Path(folder) / name).lstat().st_blocks * 512
+    return total

@@ -124,6 +124,10 @@ _GAUGES = {
     "heterocache_bytes": Metric("Bytes stored, without padding.", _TIER_AND_TYPE),
     "heterocache_artifacts": Metric("Artifacts stored.", _TIER_AND_TYPE),
     "heterocache_capacity_bytes": Metric("Capacity of the tier.", ("tier",)),
+    "heterocache_cache_alive": Metric(
+        "1 while this engine restores and saves; 0 from a failed load of a worker until the engine "
+        "is started again."
+    ),
     "heterocache_io_alive": Metric("1 while the store's I/O thread works; 0 if it hangs or ended."),
     "heterocache_ssd_writable": Metric("1 while artifacts are written to SSD, else 0."),
     "heterocache_ssd_readable": Metric("1 while artifacts are read from SSD, else 0."),
@@ -156,7 +160,9 @@ _HISTOGRAMS = {
         "Time from the restore decision to the first token, predicted and observed.", ("kind",)
     ),
     "heterocache_reuse_benefit_seconds": Metric(
-        "Time that restoring saves against computing, predicted and observed.", ("kind",)
+        "Time that restores save against computing: predicted, observed, and lost where they took "
+        "longer.",
+        ("kind",),
     ),
     "heterocache_stage_seconds": Metric("Time from the match until everything is in DRAM."),
     "heterocache_load_seconds": Metric("Time of one step's loads from DRAM into pages."),

@@ -14,6 +14,8 @@ class Query(NamedTuple):
 
     expr: str
     legend: str
+    is_rate: bool = False
+    """True for counts per second."""
 
     def full(self, selected: str) -> str:
         """Return the query as Grafana sends it, its own variables apart."""
@@ -26,12 +28,18 @@ class Panel(NamedTuple):
     title: str
     about: str
     queries: Sequence[Query]
-    unit: str = "short"
+    unit: str = ""
+    """Grafana's name of it; "": counts per second if all queries are such rates, else numbers."""
     kind: str = "timeseries"
     width: int = 8
     is_stacked: bool = False
     most: float | None = None
     """The upper end of the axis; None: as the values need."""
+
+    @property
+    def unit_shown(self) -> str:
+        """Grafana's name of the unit."""
+        return self.unit or ("cps" if all(query.is_rate for query in self.queries) else "short")
 
 
 def rate(metric: str, *by: str, unit: str = "", where: str = "") -> Query:
@@ -39,7 +47,8 @@ def rate(metric: str, *by: str, unit: str = "", where: str = "") -> Query:
     chosen = f"%,{where}" if where else "%"
     grouped = f" by ({', '.join(by)})" if by else ""
     legend = " ".join(f"{{{{{label}}}}}" for label in by) or unit or "all"
-    return Query(f"sum{grouped} (rate({metric}{{{chosen}}}[$__rate_interval]))", legend)
+    expr = f"sum{grouped} (rate({metric}{{{chosen}}}[$__rate_interval]))"
+    return Query(expr, legend, is_rate=True)
 
 
 def total(metric: str, *by: str) -> Query:
@@ -65,21 +74,11 @@ def mean(metric: str, where: str, legend: str) -> Query:
 
 
 def _saved() -> str:
-    """Return seconds of waiting that restores saved per second.
-
-    The observed benefit may be negative, and a rate takes a falling sum for a restart. So it is put
-    together from sums that only grow.
-    """
-    parts = (
-        ("reuse_benefit", "predicted"),
-        ("ttft", "predicted"),
-        ("ttft", "observed"),
+    """Return seconds of waiting that restores saved per second."""
+    return " - ".join(
+        f'sum (rate(heterocache_reuse_benefit_seconds_sum{{%,kind="{kind}"}}[$__rate_interval]))'
+        for kind in ("observed", "lost")
     )
-    benefit, predicted, observed = (
-        f'sum (rate(heterocache_{name}_seconds_sum{{%,kind="{kind}"}}[$__rate_interval]))'
-        for name, kind in parts
-    )
-    return f"{benefit} + {predicted} - {observed}"
 
 
 _SHARES = (0.5, 0.95, 0.99)
@@ -113,7 +112,11 @@ OF_ENGINES: dict[str, Sequence[Panel]] = {
             "device: the engine's own cache. host, disk and p2p: restored by this one.",
             [
                 rate("vllm:prompt_tokens_cached_by_source_total", "source"),
-                Query(f"sum (rate({_COMPUTED}[$__rate_interval]))", "computed"),
+                rate(
+                    "vllm:prompt_tokens_by_source_total",
+                    unit="computed",
+                    where='source="local_compute"',
+                ),
             ],
             is_stacked=True,
         ),
@@ -352,7 +355,7 @@ OF_ENGINES: dict[str, Sequence[Panel]] = {
             "1: works. 0: see the runbook.",
             [
                 Query(f"min by (instance) (heterocache_{name}{{%}})", f"{name} {{{{instance}}}}")
-                for name in ("io_alive", "ssd_writable", "ssd_readable")
+                for name in ("cache_alive", "io_alive", "ssd_writable", "ssd_readable")
             ],
             most=1,
         ),

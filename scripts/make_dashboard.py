@@ -126,7 +126,7 @@ DASHBOARDS = (
 
 def _panel(panel: Panel, selected: str) -> dict[str, Any]:
     is_table = panel.kind == "table"
-    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
+    defaults: dict[str, Any] = {"unit": panel.unit_shown, "min": 0}
     if panel.most is not None:
         defaults["max"] = panel.most
     if panel.kind == "timeseries":

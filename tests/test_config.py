@@ -148,6 +148,13 @@ def test_a_wrong_ssd_dir_names_the_key(value: object) -> None:
         config(ssd_dir=value)
 
 
+@pytest.mark.parametrize("key", ["ssd_dir", "planner_profile", "adopt_from"])
+def test_a_url_is_no_path(key: str) -> None:
+    extra = {"directory": "memory://"} | {key: "file:///nvme/kv"}
+    with pytest.raises(ConfigError, match=rf"'{key}'.*: drop file:// from 'file:///nvme/kv'"):
+        config(**extra)
+
+
 @pytest.mark.parametrize("value", [True, None, "", "a\0b", "~no-such-user-here/x", "/no/such/file"])
 def test_a_wrong_planner_profile_names_the_key(value: object) -> None:
     with pytest.raises(ConfigError, match="'planner_profile'"):

@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -46,19 +46,32 @@ def name(path: Path) -> str:
 
 @cache
 def tracked() -> tuple[str, ...]:
-    """Return the files of the repository, those that are not committed yet among them."""
+    """Return the files of the repository as they are now, committed or not."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     found = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
-    return tuple(found.stdout.splitlines())
+    return tuple(file for file in found.stdout.splitlines() if (ROOT / file).exists())
 
 
+@cache
 def prose(path: Path) -> str:
-    """Return the page without its fenced blocks."""
-    return re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    """Return the page with its fenced blocks emptied: lines keep their numbers."""
+
+    def emptied(block: re.Match[str]) -> str:
+        return "\n" * block[0].count("\n")
+
+    return re.sub(r"^```.*?^```$", emptied, path.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
-def inline_code(path: Path) -> list[str]:
-    return re.findall(r"`([^`\n]+)`", prose(path))
+def found_in(text: str, pattern: str) -> list[tuple[int, re.Match[str]]]:
+    """Return the matches of a pattern, each with the line where it begins."""
+    return [(text.count("\n", 0, x.start()) + 1, x) for x in re.finditer(pattern, text)]
+
+
+@cache
+def inline_code(path: Path) -> list[tuple[str, str]]:
+    """Return each piece of code in a page's prose, after its `file:line`."""
+    found = found_in(prose(path), r"`([^`\n]+)`")
+    return [(f"{name(path)}:{line}", match[1]) for line, match in found]
 
 
 # --- Sizes and generated pages --------------------------------------------------------------------
@@ -180,23 +193,26 @@ def test_a_figure_is_held_against_its_goal(value: float, goal: str, met: bool) -
     assert generator().is_met(value, goal) is met
 
 
-UNPLAIN = re.compile(
-    r"\b(beside|somebody|nobody|lets? go|gives? back|given back|stands? back|hand-?over|hand-off"
-    r"|spills?|spilled|dear(er|est)?|untold|adrift)\b",
-    re.IGNORECASE,
+UNPLAIN = (
+    r"(?i)\b(beside|somebody|nobody|lets? go|gives? back|given back|stands? back|hand-?over"
+    r"|hand-off|spills?|spilled|dear(er|est)?|untold|adrift)\b"
 )
 """Words that are hard to understand, or for which the glossary has another."""
 
 
-@pytest.mark.parametrize("path", [x for x in PAGES if x.name != "CHANGELOG.md"], ids=name)
-def test_the_pages_are_in_plain_words(path: Path) -> None:
-    text = re.sub(r"`[^`\n]*`|\]\([^)]*\)", "", prose(path))
-    assert not [found[0] for found in UNPLAIN.finditer(text)]
+def test_the_pages_are_in_plain_words() -> None:
+    found = []
+    for path in PAGES:
+        if path.name != "CHANGELOG.md":
+            text = re.sub(r"`[^`\n]*`|\]\([^)\n]*\)", "", prose(path))
+            found += [f"{name(path)}:{line}: {word[0]}" for line, word in found_in(text, UNPLAIN)]
+    assert not found, "\n".join(found)
 
 
 # --- Links ----------------------------------------------------------------------------------------
 
 
+@cache
 def anchors(path: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub and MyST make them."""
     found: set[str] = set()
@@ -206,17 +222,20 @@ def anchors(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name)
-def test_every_relative_link_leads_somewhere(path: Path) -> None:
-    links = re.findall(r"\]\(([^)\s]+)\)", prose(path))
-    for link in links:
-        if "://" in link or link.startswith("mailto:"):
-            continue
-        file, _, anchor = link.partition("#")
-        target = (path.parent / file).resolve() if file else path
-        assert target.exists(), f"{link}: there is no {target}"
-        if anchor:
-            assert anchor in anchors(target), f"{link}: {name(target)} has no such heading"
+def test_every_relative_link_leads_somewhere() -> None:
+    found = []
+    for path in PAGES:
+        for line, match in found_in(prose(path), r"\]\(([^)\s]+)\)"):
+            link = match[1]
+            if "://" in link or link.startswith("mailto:"):
+                continue
+            file, _, anchor = link.partition("#")
+            target = (path.parent / file).resolve() if file else path
+            if not target.exists():
+                found.append(f"{name(path)}:{line}: {link}: there is no {target}")
+            elif anchor and anchor not in anchors(target):
+                found.append(f"{name(path)}:{line}: {link}: {name(target)} has no such heading")
+    assert not found, "\n".join(found)
 
 
 def test_every_page_that_code_names_exists() -> None:
@@ -280,10 +299,14 @@ def test_a_server_on_a_cpu_is_told_its_memory() -> None:
                 assert "VLLM_CPU_KVCACHE_SPACE=" in line, f"{name(page)}: {line}"
 
 
-def check_make(arguments: list[str]) -> None:
+def has_target(name: str) -> bool:
     makefile = (ROOT / "Makefile").read_text()
+    return re.search(rf"^{name}:", makefile, re.MULTILINE) is not None
+
+
+def check_make(arguments: list[str]) -> None:
     for target in arguments:
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"no target {target}"
+        assert has_target(target), f"no target {target}"
 
 
 def check_heterocache(arguments: list[str]) -> None:
@@ -311,9 +334,13 @@ def check_python(arguments: list[str]) -> None:
     if arguments[0] != "-m":
         assert (ROOT / arguments[0]).exists(), f"there is no {arguments[0]}"
         return
-    module = ROOT / arguments[1].replace(".", "/")
-    if arguments[1] not in ("pip", "venv", "pytest"):
-        assert module.with_suffix(".py").exists() or (module / "__main__.py").exists(), arguments[1]
+    assert can_run(arguments[1]), arguments[1]
+
+
+def can_run(module: str) -> bool:
+    path = ROOT / module.replace(".", "/")
+    is_ours = path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+    return is_ours or module in ("pip", "venv", "pytest")
 
 
 def check_pip(arguments: list[str]) -> None:
@@ -511,53 +538,70 @@ def router_metrics() -> frozenset[str]:
     return frozenset(metric.name for metric in RouterMetrics().registry.collect())
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name)
-def test_every_metric_that_is_named_exists(path: Path) -> None:
-    for code in inline_code(path):
+def code_of(pages: Iterable[Path]) -> list[tuple[str, str]]:
+    return [place_and_code for path in pages for place_and_code in inline_code(path)]
+
+
+def test_every_metric_that_is_named_exists() -> None:
+    found = []
+    for place, code in code_of(PAGES):
         if re.match(r"heterocache_(?!cuda\b)[a-z]", code):  # that one is a package
             metric = re.split(r"[{ ]", code)[0].removesuffix("_total")
-            assert metric in METRICS.keys() | router_metrics(), f"there is no metric {metric}"
+            if metric not in METRICS.keys() | router_metrics():
+                found.append(f"{place}: there is no metric {metric}")
+    assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("path", PRESENT, ids=name)
-def test_every_configuration_that_is_named_is_accepted(path: Path) -> None:
+def test_every_configuration_that_is_named_is_accepted() -> None:
     """Such as `verify: all`, or "the key `directory`"."""
     by_name = {key.name: key for key in KEYS}
-    text = prose(path)
-    for key in re.findall(r"\bkeys? `(\w+)`", text):
-        assert key in by_name, f"there is no key {key!r}"
-    for key, value in re.findall(r"`(\w+): ([\w:]+)`", text):
-        if key in by_name and value != "periodic:N":
-            try:
-                by_name[key].parse(key, value)
-            except ConfigError as error:
-                pytest.fail(str(error))
+    found = []
+    for path in PRESENT:
+        for line, match in found_in(prose(path), r"\bkeys? `(\w+)`"):
+            if match[1] not in by_name:
+                found.append(f"{name(path)}:{line}: there is no key {match[1]!r}")
+        for line, match in found_in(prose(path), r"`(\w+): ([\w:]+)`"):
+            key, value = match.groups()
+            if key in by_name and value != "periodic:N":
+                try:
+                    by_name[key].parse(key, value)
+                except ConfigError as error:
+                    found.append(f"{name(path)}:{line}: {error}")
+    assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("path", PRESENT, ids=name)
-def test_every_target_of_make_that_is_named_exists(path: Path) -> None:
-    for code in inline_code(path):
-        if code.startswith("make "):
-            check_make([word for word in code.split()[1:] if "=" not in word])
+def test_every_target_of_make_that_is_named_exists() -> None:
+    found = [
+        f"{place}: no target {word}"
+        for place, code in code_of(PRESENT)
+        for word in code.split()[1:]
+        if code.startswith("make ") and "=" not in word and not has_target(word)
+    ]
+    assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("path", PRESENT, ids=name)
-def test_every_module_that_is_named_can_be_run(path: Path) -> None:
-    for code in inline_code(path):
-        if code.startswith("python -m "):
-            check_python(code.split()[1:])
+def test_every_module_that_is_named_can_be_run() -> None:
+    found = [
+        f"{place}: there is no module {code.split()[2]}"
+        for place, code in code_of(PRESENT)
+        if code.startswith("python -m ") and not can_run(code.split()[2])
+    ]
+    assert not found, "\n".join(found)
 
 
 ELSEWHERE = ("toy_proxy_server.py", "report.md")
 """A file of vLLM, and one that a command writes."""
 
 
-@pytest.mark.parametrize("path", PRESENT, ids=name)
-def test_every_file_that_is_named_exists(path: Path) -> None:
-    known = tracked()
-    for code in inline_code(path):
-        if re.fullmatch(r"[\w./-]*\w\.(py|lua|toml|md)", code) and code not in ELSEWHERE:
-            assert any(f"/{file}".endswith(f"/{code}") for file in known), f"there is no {code}"
+def test_every_file_that_is_named_exists() -> None:
+    found = [
+        f"{place}: there is no {code}"
+        for place, code in code_of(PRESENT)
+        if re.fullmatch(r"[\w./-]*\w\.(py|lua|toml|md)", code)
+        and code not in ELSEWHERE
+        and not any(f"/{file}".endswith(f"/{code}") for file in tracked())
+    ]
+    assert not found, "\n".join(found)
 
 
 @cache
@@ -580,14 +624,16 @@ NOT_OURS = frozenset(
 """Names of vLLM, of Linux, and of Envoy and its gateways."""
 
 
-@pytest.mark.parametrize("path", [x for x in PRESENT if x.stem != "metrics"], ids=name)
-def test_every_name_of_the_code_exists(path: Path) -> None:
+def test_every_name_of_the_code_exists() -> None:
     """Such as `Catalog.seal`, `begin_restore` or `LongName`; plain words are not checked."""
-    for code in inline_code(path):
+    found = []
+    for place, code in code_of(x for x in PRESENT if x.stem != "metrics"):
         is_name = re.fullmatch(r"[A-Za-z_][\w.]*(\(.*\))?", code)
         if is_name and re.search(r"_|[a-z][A-Z]", code) and not code.startswith("heterocache_"):
             unknown = set(re.findall(r"\w+", code.partition("(")[0])) - known_words() - NOT_OURS
-            assert not unknown, f"{code}: there is no {unknown}"
+            if unknown:
+                found.append(f"{place}: {code}: there is no {unknown}")
+    assert not found, "\n".join(found)
 
 
 @cache
@@ -600,11 +646,13 @@ def known_tests() -> frozenset[str]:
     return frozenset(found)
 
 
-@pytest.mark.parametrize("path", PRESENT, ids=name)
-def test_every_test_that_is_named_exists(path: Path) -> None:
-    for code in inline_code(path):
-        if re.fullmatch(r"test_\w+", code):
-            assert code in known_tests(), f"there is no {code}"
+def test_every_test_that_is_named_exists() -> None:
+    found = [
+        f"{place}: there is no {code}"
+        for place, code in code_of(PRESENT)
+        if re.fullmatch(r"test_\w+", code) and code not in known_tests()
+    ]
+    assert not found, "\n".join(found)
 
 
 def failures() -> list[list[str]]:

@@ -95,6 +95,21 @@ def test_bytes_under_counts_blocks_not_holes(tmp_path: Path) -> None:
     assert 1 << 20 <= machine.bytes_under(tmp_path) < 1 << 22
 
 
+def test_bytes_under_leaves_out_what_a_running_engine_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept").write_bytes(os.urandom(1 << 20))
+    (tmp_path / "gone").write_bytes(b"")
+    lstat = Path.lstat
+
+    def remove_first(path: Path) -> os.stat_result:
+        (tmp_path / "gone").unlink(missing_ok=True)
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", remove_first)
+    assert machine.bytes_under(tmp_path) >= 1 << 20
+
+
 NODES: dict[str, object] = {
     "has_memory": "0-1,4",
     "node0/cpulist": "0-2,6",

@@ -7,8 +7,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hetero_connector"
 SOURCES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "ownership").rglob("*.py")])
@@ -56,33 +54,42 @@ def relative(path: Path) -> str:
 
 
 @cache
-def imports(path: Path) -> list[str]:
-    found: list[str] = []
+def numbered_imports(path: Path) -> list[tuple[int, str]]:
+    """Return the line and the name of each module that a file imports."""
+    found: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found += (alias.name for alias in node.names)
+            found += ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.append(node.module)
+            found.append((node.lineno, node.module))
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_heavy_libraries_are_imported_only_where_allowed(path: Path) -> None:
-    for name in imports(path):
-        allowed = ONLY_IN.get(name.split(".")[0])
-        assert allowed is None or relative(path).startswith(allowed), f"imports {name}"
+def imports(path: Path) -> list[str]:
+    return [name for _, name in numbered_imports(path)]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_dependencies_point_down(path: Path) -> None:
-    package = path.relative_to(ROOT).parts[1]
-    if package not in BELOW:
-        return
+def test_heavy_libraries_are_imported_only_where_allowed() -> None:
+    found = [
+        f"{relative(path)}:{line} imports {name}"
+        for path in SOURCES
+        for line, name in numbered_imports(path)
+        if (allowed := ONLY_IN.get(name.split(".")[0])) and not relative(path).startswith(allowed)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_dependencies_point_down() -> None:
     packages = {p.name for p in PACKAGE.iterdir() if p.is_dir()}
-    for name in imports(path):
-        parts = name.split(".")
-        if parts[0] == "hetero_connector" and len(parts) > 1 and parts[1] in packages:
-            assert parts[1] in BELOW[package], f"{package} imports {name}"
+    found = []
+    for path in SOURCES:
+        package = path.relative_to(ROOT).parts[1]
+        above = packages - BELOW.get(package, packages)
+        for line, name in numbered_imports(path):
+            parts = name.split(".")
+            if parts[0] == "hetero_connector" and len(parts) > 1 and parts[1] in above:
+                found.append(f"{relative(path)}:{line} imports {name}")
+    assert not found, "\n".join(found)
 
 
 def test_nothing_imports_the_command_line() -> None:
@@ -176,16 +183,25 @@ def test_scheduling_draws_from_no_generator_of_its_own() -> None:
         assert not re.search(r"\brandom\.(?!Random\b)|random\.Random\(", path.read_text()), path
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_no_file_is_longer_than_the_limit(path: Path) -> None:
-    most = LONG.get(relative(path), MAX_LINES)
-    assert len(path.read_text().splitlines()) <= most
+def test_no_file_is_longer_than_the_limit() -> None:
+    lines = {relative(path): len(path.read_text().splitlines()) for path in SOURCES}
+    found = [
+        f"{file}: {count} lines"
+        for file, count in lines.items()
+        if count > LONG.get(file, MAX_LINES)
+    ]
+    assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_numba_is_never_imported(path: Path) -> None:
+def test_numba_is_never_imported() -> None:
     """Importing numba before vLLM registers its kernels crashes vLLM."""
-    assert not any(name.split(".")[0] == "numba" for name in imports(path))
+    found = [
+        f"{relative(path)}:{line} imports {name}"
+        for path in SOURCES
+        for line, name in numbered_imports(path)
+        if name.split(".")[0] == "numba"
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_every_package_says_what_it_owns() -> None:

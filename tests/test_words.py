@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [
@@ -71,22 +70,40 @@ def changes(function: ast.FunctionDef) -> Iterator[int]:
                 yield node.lineno
 
 
-@pytest.mark.parametrize("path", SOURCES + TESTS, ids=name)
-def test_a_docstring_does_not_open_with_a_riddle(path: Path) -> None:
-    found = docstrings(ast.parse(path.read_text()))
-    assert not [(line, text[:60]) for line, text in found if RIDDLE.match(text)]
+@cache
+def riddles_and_changes(path: Path) -> tuple[list[str], list[str]]:
+    """Return the wrong docstrings and the wrong queries of a file, each after its `file:line`.
 
-
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_no_word_has_to_be_translated(path: Path) -> None:
-    lines = enumerate(path.read_text().splitlines(), 1)
-    assert not [(number, line) for number, line in lines if UNCLEAR.search(line)]
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_a_query_changes_nothing(path: Path) -> None:
+    The tree is not kept: a thousand of them make garbage collection slower than parsing.
+    """
     tree = ast.parse(path.read_text())
-    assert not [(x.name, line) for x in queries(tree) for line in changes(x)]
+    riddles = [(line, text[:60]) for line, text in docstrings(tree) if RIDDLE.match(text)]
+    changing = [(line, query.name) for query in queries(tree) for line in changes(query)]
+    place = name(path)
+    return (
+        [f"{place}:{line}: {text}" for line, text in riddles],
+        [f"{place}:{line}: {query}" for line, query in changing],
+    )
+
+
+def test_a_docstring_does_not_open_with_a_riddle() -> None:
+    found = [riddle for path in SOURCES + TESTS for riddle in riddles_and_changes(path)[0]]
+    assert not found, "\n".join(found)
+
+
+def test_no_word_has_to_be_translated() -> None:
+    found = [
+        f"{name(path)}:{number}: {line}"
+        for path in SOURCES
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if UNCLEAR.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_a_query_changes_nothing() -> None:
+    found = [change for path in SOURCES for change in riddles_and_changes(path)[1]]
+    assert not found, "\n".join(found)
 
 
 def test_the_check_of_queries_finds_each_kind_of_change() -> None:

@@ -1,4 +1,4 @@
-"""The kernels move exactly the bytes that plain indexing on the host moves."""
+"""The kernel moves exactly the bytes that plain indexing on the host moves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from heterocache_cuda import reference
-from heterocache_cuda.gather import gather_rows, gather_tokens
 from heterocache_cuda.layout import PageLayout
 from heterocache_cuda.mover import Job, Mode, Moves, Part, alignment_of, plan_moves
 
@@ -106,60 +105,3 @@ def _is_exact(setting: Setting, order: tuple[int, ...], content: int) -> bool:
         if not torch.equal(on_device.raw.cpu(), on_host.raw):
             return False
     return True
-
-
-def check_gather(setting: Setting) -> Result:
-    """Compare gathered rows with indexing: pinned memory and device, rows and tokens."""
-    wrong = []
-    for row_bytes in (656, 584, 1152, 3):
-        num_rows = min(4096, setting.arena.view.nbytes // row_bytes // 64) * 32
-        host = setting.host[: num_rows * row_bytes].view(num_rows, row_bytes)
-        host.copy_(torch.from_numpy(random_bytes(host.numel(), row_bytes)).view(host.shape))
-        index = torch.from_numpy(np.random.default_rng(1).integers(-9, num_rows, (4, 96)))
-        sources = {"pinned": host, "device": host.to(setting.device, copy=True)}
-        for place, source in sources.items():
-            if not _gathers_rows(setting, host, source, index):
-                wrong.append(f"rows of {row_bytes} bytes, {place}")
-            if not _gathers_tokens(setting, host, source, index):
-                wrong.append(f"tokens of {row_bytes} bytes, {place}")
-    summary = "wrong: " + "; ".join(wrong) if wrong else "rows and tokens, pinned and device: exact"
-    return Result(verdict(not wrong), summary, figures={"gathers_wrong": len(wrong)})
-
-
-def _gathers_rows(
-    setting: Setting, host: torch.Tensor, source: torch.Tensor, index: torch.Tensor
-) -> bool:
-    target = setting.random_bytes(index.numel() * host.shape[1], 3).view(-1, host.shape[1])
-    wanted = index.view(-1)
-    gather_rows(source, wanted.to(setting.device), target, kernel=setting.gather_kernel)
-    torch.cuda.synchronize()
-    return torch.equal(target.cpu(), _selected(host, wanted))
-
-
-def _gathers_tokens(
-    setting: Setting, host: torch.Tensor, source: torch.Tensor, index: torch.Tensor
-) -> bool:
-    page_rows = 16
-    num_pages = len(host) // page_rows
-    blocks = torch.from_numpy(np.random.default_rng(2).permutation(num_pages))
-    table_of = blocks.to(torch.int32).expand(len(index), -1).contiguous()
-    target = setting.random_bytes(index.numel() * host.shape[1], 4)
-    target = target.view(*index.shape, host.shape[1])
-    gather_tokens(
-        source.view(num_pages, page_rows, -1),
-        index.to(setting.device),
-        table_of.to(setting.device),
-        target,
-        kernel=setting.gather_kernel,
-    )
-    torch.cuda.synchronize()
-    kept = index.clamp(min=0)
-    rows = blocks[kept // page_rows] * page_rows + kept % page_rows
-    wanted = torch.where(index >= 0, rows, index)
-    return torch.equal(target.cpu().view(-1, host.shape[1]), _selected(host, wanted.view(-1)))
-
-
-def _selected(host: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    rows = host[index.clamp(min=0)]
-    rows[index < 0] = 0
-    return rows

@@ -13,7 +13,7 @@ import triton
 from heterocache_cuda import kernels
 from heterocache_cuda.driver import Driver
 
-from benchmarks.gpu_check.exactness import check_gather, check_layouts
+from benchmarks.gpu_check.exactness import check_layouts
 from benchmarks.gpu_check.order import check_events, check_graph, check_overlap
 from benchmarks.gpu_check.processes import check_sanitizer, check_two_processes
 from benchmarks.gpu_check.setting import (
@@ -28,7 +28,6 @@ from benchmarks.gpu_check.speed import (
     check_bandwidth,
     check_bounce,
     check_copy_table,
-    check_gather_speed,
     check_pinned_edge,
     check_pinning,
 )
@@ -38,14 +37,12 @@ from hetero_connector.store.arena import ArenaHandle
 
 CHECKS: dict[str, Callable[[Setting], Result]] = {
     "layouts": check_layouts,
-    "gather": check_gather,
     "two-processes": check_two_processes,
     "events": check_events,
     "graph": check_graph,
     "bandwidth": check_bandwidth,
     "copy-table": check_copy_table,
     "bounce": check_bounce,
-    "gather-speed": check_gather_speed,
     "overlap": check_overlap,
     "pinning": check_pinning,
     "pinned-edge": check_pinned_edge,
@@ -59,16 +56,16 @@ def setting_of(
 ) -> Iterator[Setting]:
     """Yield the GPU's setting, or one of stand-ins. `handle`: another process's arena."""
     with ExitStack() as stack:
-        move, gather = kernels.move_pages, kernels.gather_rows
+        move = kernels.move_pages
         driver: GpuDriver
         if dry_run:
             gpu = stack.enter_context(gpu_stand_ins())
             device, driver = torch.device("cpu"), StandInDriver(gpu)
-            move, gather = Kernel(gpu, move), Kernel(gpu, gather)
+            move = Kernel(gpu, move)
         else:
             device, driver = torch.device("cuda"), Driver.open(torch.cuda.current_device())
         arena = stack.enter_context(pinned_arena(sizes.arena_bytes, driver, handle))
-        yield Setting(device, sizes, arena, driver, move, gather)
+        yield Setting(device, sizes, arena, driver, move)
 
 
 def run(

@@ -51,7 +51,6 @@ class Sizes:
     replays: int
     """Replays of a captured graph."""
     spin_cycles: int
-    gathered_rows: tuple[int, ...]
     pinned_bytes: tuple[int, ...]
 
     @property
@@ -75,7 +74,6 @@ FULL = Sizes(
     copies=12,
     replays=50,
     spin_cycles=2_000_000_000,
-    gathered_rows=(2048, 131_072),
     pinned_bytes=(256 * MIB, GIB, 4 * GIB),
 )
 SMALL = Sizes(
@@ -94,7 +92,6 @@ SMALL = Sizes(
     copies=2,
     replays=3,
     spin_cycles=1_000_000,
-    gathered_rows=(24,),
     pinned_bytes=(2 * MIB,),
 )
 """For the dry run, and for compute-sanitizer, which makes kernels much slower."""
@@ -140,13 +137,11 @@ class Setting:
         arena: Arena,
         driver: GpuDriver,
         move_kernel: Any = kernels.move_pages,
-        gather_kernel: Any = kernels.gather_rows,
     ) -> None:
         self.device = device
         self.sizes = sizes
         self.arena = arena
         self.driver = driver
-        self.gather_kernel = gather_kernel
         self._move_kernel = move_kernel
 
     def mover(self, sizes: LaunchSizes = LAUNCH_SIZES) -> PageMover:

@@ -1,16 +1,14 @@
-"""Bandwidth of the mover and of gathers against a pinned copy of the same bytes; pinning."""
+"""Bandwidth of the mover against a pinned copy of the same bytes; pinning."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 from heterocache_cuda.batched import compare, copy_pages, plan_copies
 from heterocache_cuda.bounce import BounceBuffer
-from heterocache_cuda.gather import gather_rows
 from heterocache_cuda.layout import PageLayout
 from heterocache_cuda.mover import (
     LAUNCH_SIZES,
@@ -259,33 +257,6 @@ def check_bounce(setting: Setting) -> Result:
     gbps = restore.size_bytes / seconds / 1e9
     summary = f"{'exact' if exact else 'WRONG bytes'}; saves at {gbps:.1f} GB/s"
     return Result(verdict(exact), summary, figures={"bounce_save_gbps": gbps})
-
-
-def check_gather_speed(setting: Setting) -> Result:
-    """Compare gathers of 656-byte rows with one copy of as many bytes from the same place."""
-    row_bytes, rows, figures, slow = 656, [], {}, []
-    num_rows = setting.sizes.copy_bytes // row_bytes
-    host = setting.host[: num_rows * row_bytes].view(num_rows, row_bytes)
-    host.copy_(torch.from_numpy(random_bytes(host.numel(), 7)).view(host.shape))
-    sources = {"pinned": host, "device": host.to(setting.device, copy=True)}
-    for count in setting.sizes.gathered_rows:
-        drawn = torch.from_numpy(np.random.default_rng(8).integers(0, num_rows, count))
-        index = drawn.to(setting.device)
-        target = torch.zeros((count, row_bytes), dtype=torch.uint8, device=setting.device)
-        for place, source in sources.items():
-            gather = partial(gather_rows, source, index, target, kernel=setting.gather_kernel)
-            copy = partial(target.copy_, source[:count], True)
-            jobs: dict[str, Callable[[], object]] = {"copy": copy, "gather": gather}
-            times = times_by_turns(jobs, setting.sizes.turns, torch.cuda.Stream())
-            ratio = times.paired_ratio("copy", "gather")
-            figures[f"gather_{place}_{count}"] = ratio
-            exact = torch.equal(target.cpu(), host[drawn])
-            if not exact or (place == "pinned" and ratio < GOAL_SMALL):
-                slow.append(f"{place} {count}: {ratio:.2f}" + ("" if exact else ", wrong bytes"))
-            us = times.median("gather") * 1e6
-            rows.append([f"{count} rows, {place}", f"{us:.0f}", f"{ratio:.2f}"])
-    summary = "; ".join(slow) or f"all exact, from pinned memory at or above {GOAL_SMALL} of a copy"
-    return Result(verdict(not slow), summary, [table(["gather", "us", "of a copy"], rows)], figures)
 
 
 def check_pinning(setting: Setting) -> Result:

@@ -1,8 +1,8 @@
 """`torch.cuda` without a GPU, for the dry run.
 
 Kernels are queued, and run when something waits for them, as late as the events allow: a missing
-wait gives wrong bytes. Torch's own operations run at once. The clock is virtual: every recorded
-event costs a millisecond.
+wait gives wrong bytes. Torch's own operations run at once, so a graph of them has nothing left to
+replay. The clock is virtual: every recorded event costs a millisecond.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -79,18 +79,6 @@ class Stream:
         self._gpu.run_until(lambda: not self.queue)
 
 
-class Graph:
-    """A captured graph: the kernels that were launched during the capture."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu = gpu
-        self.kernels: list[Callable[[], object]] = []
-
-    def replay(self) -> None:
-        for kernel in self.kernels:
-            self._gpu.current.queue.append(Work(kernel))
-
-
 class Kernel:
     """A kernel that is queued on the current stream and interpreted."""
 
@@ -112,13 +100,9 @@ class Gpu:
         self.streams: list[Stream] = []
         self.now_ms = 0.0
         self.current = Stream(self)
-        self._capture: Graph | None = None
 
     def issue(self, work: Callable[[], object]) -> None:
-        if self._capture:
-            self._capture.kernels.append(work)
-        else:
-            self.current.queue.append(Work(work))
+        self.current.queue.append(Work(work))
 
     def run_until(self, done: Callable[[], bool]) -> None:
         """Run the oldest work that may run, of the newest stream first."""
@@ -141,14 +125,6 @@ class Gpu:
             yield
         finally:
             self.current = before
-
-    @contextmanager
-    def captured(self, graph: Graph) -> Iterator[None]:
-        self._capture = graph
-        try:
-            yield
-        finally:
-            self._capture = None
 
 
 class StandInDriver:
@@ -203,9 +179,9 @@ def gpu_stand_ins() -> Iterator[Gpu]:
     replaced: dict[str, Any] = {
         "Stream": lambda device=None: Stream(gpu),
         "Event": lambda enable_timing=False: Event(gpu),
-        "CUDAGraph": lambda: Graph(gpu),
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
         "stream": gpu.on,
-        "graph": gpu.captured,
+        "graph": nullcontext,
         "current_stream": lambda device=None: gpu.current,
         "synchronize": gpu.synchronize,
         "get_device_properties": lambda device=None: properties,

@@ -19,12 +19,11 @@ from itertools import accumulate
 from random import Random
 from typing import NamedTuple
 
-from ownership.scheduling.baselines import Baseline
 from ownership.scheduling.decision import PlacementDecision
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.policy import SchedulingPolicy
 from ownership.scheduling.step import Step
-from ownership.scheduling.step_pricing import Route
+from ownership.scheduling.step_pricing import Route, StepPricing
 from ownership.simulator.figures import Tally, mean
 from ownership.simulator.fleet_file import FleetSpec
 from ownership.simulator.machine.request import LiveRequest
@@ -257,7 +256,6 @@ class Following:
 
     given: Placements
     policy: SchedulingPolicy
-    base: Baseline = field(default_factory=Baseline)
     name: str = "hindsight"
     placed: dict[Turn, Route] = field(default_factory=dict)
     """All its decisions."""
@@ -272,8 +270,8 @@ class Following:
             decision = self.policy.decide(step, fleet)
         else:
             sources = () if route.source is None else (route.source,)
-            pricing = self.base.pricing(step, fleet, sources)
-            decision = self.base.decision(step, fleet, pricing, route)
+            pricing = StepPricing(step, fleet, sources=sources)
+            decision = PlacementDecision(step, route, fleet.names, pricing)
         self.placed[turn] = decision.route
         return decision
 

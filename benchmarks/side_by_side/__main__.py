@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 from benchmarks.measure import machine_line, publish
@@ -144,6 +143,8 @@ def main() -> None:
 
 
 def _publish(rows: Sequence[Row], *, as_json: bool, write: bool) -> None:
+    if write:
+        print(f"written: {report.picture(rows)}\n")
     publish(
         "side_by_side",
         f"{machine_line()}; medians\n\n{report.tables(rows)}",
@@ -151,7 +152,6 @@ def _publish(rows: Sequence[Row], *, as_json: bool, write: bool) -> None:
         {"rows": [asdict(row) for row in rows]},
         as_json=as_json,
         write=write,
-        plot=partial(report.picture, rows),
     )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks import plots
-from benchmarks.measure import rounded, table
+from benchmarks.measure import RESULTS, rounded, table
 from benchmarks.side_by_side.contestants import CONTESTANTS
 from benchmarks.side_by_side.rows import Row
 
@@ -84,9 +84,18 @@ def tables(rows: Sequence[Row]) -> str:
 
 
 def picture(rows: Sequence[Row]) -> Path:
-    """Draw what a restore from memory and after a restart adds, a panel for each model."""
-    panels = []
-    for model in dict.fromkeys(row.model for row in rows):
+    """Draw what a restore from memory and after a restart adds, a panel for each model.
+
+    Return the path, `results/side_by_side-<date>.png`.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    models = list(dict.fromkeys(row.model for row in rows))
+    figure, axes = plt.subplots(1, len(models), figsize=(4.4 * len(models), 2.6), squeeze=False)
+    for model, axis in zip(models, axes[0], strict=True):
         values = {
             f"{row.contestant}, {how}": 1e3 * seconds
             for row in rows
@@ -94,8 +103,19 @@ def picture(rows: Sequence[Row]) -> Path:
             for how, seconds in (("memory", row.added_s), ("restart", row.after_s.get("restart")))
             if seconds is not None and row.restored_tokens.get(how, 0) > 0
         }
-        panels.append((f"{model}: added to the own hit", "ms", values, None))
-    return plots.bars("side_by_side", panels)
+        drawn = axis.barh(list(values), list(values.values()), color="#4477aa", height=0.6)
+        labels = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values.values()]
+        axis.bar_label(drawn, labels, padding=2, fontsize=7)
+        axis.invert_yaxis()
+        axis.margins(x=0.15)
+        axis.set_title(f"{model}: added to the own hit", fontsize=9)
+        axis.set_xlabel("ms", fontsize=8)
+        axis.tick_params(labelsize=7)
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"side_by_side-{time.strftime('%Y-%m-%d')}.png"
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+    return path
 
 
 def _times(rows: Iterable[Row]) -> str:

@@ -1,11 +1,10 @@
-"""Compile the kernels without a GPU, to see the machine code that one would run."""
+"""Compile the kernel without a GPU, to see the machine code that one would run."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ _LOCAL_MEMORY = re.compile(r"\b(STACK|LOCAL):(\d+)")
 
 @dataclass(frozen=True)
 class Compiled:
-    """A variant of a kernel in machine code."""
+    """A variant of the kernel in machine code."""
 
     load_widths: frozenset[int]
     """Bytes of each different load of global memory by a thread."""
@@ -39,32 +38,19 @@ class Compiled:
 def compile_mover(
     architecture: int, mode: Mode, tile: Tile, kernel: Any = kernels.move_pages
 ) -> Compiled:
-    """Compile a variant of `move_pages`."""
-    return _compile(kernel, architecture, {"MODE": int(mode)}, tile)
-
-
-def compile_gather(
-    architecture: int, tile: Tile, page_rows: int, kernel: Any = kernels.gather_rows
-) -> Compiled:
-    """Compile a variant of `gather_rows`."""
-    return _compile(kernel, architecture, {"PAGE_ROWS": page_rows}, tile)
-
-
-def _compile(kernel: Any, architecture: int, constants: Mapping[str, int], tile: Tile) -> Compiled:
-    """Compile a kernel as a launch would: arguments without a type are pointers."""
+    """Compile a variant of `move_pages` as a launch would: its arguments are pointers."""
     values = {
-        **constants,
+        "MODE": int(mode),
         "ELEMENT": ELEMENTS[tile.element_bytes],
         "ALIGNMENT": tile.alignment,
         "ROWS": tile.rows,
         "WORDS": tile.words,
     }
-    aligned = [x for x in kernel.params if not (x.annotation or x.do_not_specialize_on_alignment)]
     source = ASTSource(
         fn=kernel,
         signature={x.name: x.annotation or "*i64" for x in kernel.params},
         constexprs={(x.num,): values[x.name] for x in kernel.params if x.is_constexpr},
-        attrs={(x.num,): [["tt.divisibility", 16]] for x in aligned},
+        attrs={(x.num,): [["tt.divisibility", 16]] for x in kernel.params if not x.annotation},
     )
     target = GPUTarget("cuda", architecture, _WARP_THREADS)
     code = compile_source(source, target=target, options=_OPTIONS).asm

@@ -1,7 +1,7 @@
-"""Triton kernels that move pages and rows.
+"""The Triton kernel that moves pages.
 
 Memory is addressed by plain integers: pinned host memory has the same addresses on the device.
-Each kernel has few variants, all of them by `constexpr`, so none is compiled while serving.
+It has few variants, all of them by `constexpr`, so none is compiled while serving.
 """
 
 from __future__ import annotations
@@ -82,61 +82,3 @@ def move_pages(
             else:
                 tl.store(stored_words, tl.load(page_words, mask=mask), mask=mask)
         tile += tl.num_programs(0)
-
-
-# Numbers are not specialized: a launch with other numbers must not be compiled again.
-@triton.jit(
-    do_not_specialize=[
-        *("source", "page_stride", "row_stride", "table_stride"),
-        *("target", "target_stride", "num_indices", "indices_per_request", "row_bytes"),
-    ],
-    do_not_specialize_on_alignment=["indices", "block_table"],
-)
-def gather_rows(
-    source: tl.int64,  # address of row 0
-    page_stride: tl.int64,  # bytes
-    row_stride: tl.int64,  # bytes
-    indices,  # [num_indices] int32 or int64; negative: the row becomes zeros
-    block_table,  # [requests, ...] int32 or int64
-    table_stride: tl.int64,  # entries
-    target: tl.int64,  # address
-    target_stride: tl.int64,  # bytes
-    num_indices: tl.int64,
-    indices_per_request: tl.int64,
-    row_bytes: tl.int64,
-    PAGE_ROWS: tl.constexpr,  # rows of a page; 0: the source has no pages
-    ELEMENT: tl.constexpr,
-    ALIGNMENT: tl.constexpr,  # of every address, in bytes
-    ROWS: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    """Copy the rows at a list of indices, one tile of ROWS rows per program.
-
-    A page is found in the row of the block table that belongs to the index's request.
-    """
-    element_bytes: tl.constexpr = ELEMENT.primitive_bitwidth // 8
-    multiple: tl.constexpr = ALIGNMENT // element_bytes
-    pointer: tl.constexpr = tl.pointer_type(ELEMENT)
-    row_words = tl.multiple_of((row_bytes // element_bytes).to(tl.int32), multiple)
-    page_words = tl.multiple_of(page_stride // element_bytes, multiple)
-    source_words = tl.multiple_of(row_stride // element_bytes, multiple)
-    target_words = tl.multiple_of(target_stride // element_bytes, multiple)
-    first_source = tl.multiple_of(source.to(pointer), ALIGNMENT)
-    first_target = tl.multiple_of(target.to(pointer), ALIGNMENT)
-
-    number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    index = tl.load(indices + number, mask=number < num_indices, other=-1).to(tl.int64)
-    wanted = index >= 0
-    if PAGE_ROWS == 0:
-        in_source = first_source + index[:, None] * source_words
-    else:
-        table = block_table + number // indices_per_request * table_stride
-        page = tl.load(table + index // PAGE_ROWS, mask=wanted, other=0).to(tl.int64)
-        in_page = (index % PAGE_ROWS)[:, None] * source_words
-        in_source = first_source + page[:, None] * page_words + in_page
-    in_target = first_target + number[:, None] * target_words
-    for first_word in range(0, row_words, WORDS):
-        word = first_word + tl.arange(0, WORDS)[None, :]
-        mask = (number[:, None] < num_indices) & (word < row_words)
-        value = tl.load(in_source + word, mask=mask & wanted[:, None], other=0)
-        tl.store(in_target + word, value, mask=mask)

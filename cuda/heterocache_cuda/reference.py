@@ -1,4 +1,4 @@
-"""Move pages by plain indexing on the CPU: what the kernels must do, byte for byte."""
+"""Move pages by plain indexing on the CPU: what the kernel must do, byte for byte."""
 
 from __future__ import annotations
 

@@ -69,7 +69,10 @@ def coming_from() -> str:
     parts.append(
         "## Two connectors at once\n\nInside a MultiConnector HeteroCache may stand next to "
         "others, such as `NixlConnector` for handoffs. A request is restored by the first one that "
-        "has something of it, and saved by all."
+        "has something of it, and saved by all. For handoffs an engine has either a `directory` or "
+        "another connector, never both: each answers a prefill with `do_remote_prefill`, and vLLM "
+        "ends an engine in which two connectors do. `kv_load_failure_policy` is the "
+        "MultiConnector's own."
     )
     return "\n\n".join(parts) + "\n"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange
 from hetero_connector.spec.state_types import StateType
@@ -39,12 +40,11 @@ class ExportChange:
         return ArtifactId(self.chunk.key, self.state_type)
 
 
-@dataclass(frozen=True, slots=True)
-class PeerCopy:
+class PeerCopy(NamedTuple):
     """Another engine's copy of an artifact, as the directory lists it. Nothing in it is trusted.
 
     It is in that engine's DRAM or, if `storage` is set, on the SSD of an engine whose lease has
-    ended.
+    ended. A named tuple, not a dataclass, because the lookup of a long prompt makes thousands.
     """
 
     holder: int

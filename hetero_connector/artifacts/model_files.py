@@ -4,7 +4,8 @@ Hashing a 700 GB checkpoint at every start would take too long, so weights are s
 size and safetensors header of every file, and content up to a fixed number of bytes per model,
 spread evenly over each file, plus a piece of up to 4,096 tensors. A model within that budget is
 read completely. Only names inside the model's directory count, so a copy, a symlinked Hugging Face
-cache and a moved directory are the same model.
+cache and a moved directory are the same model. Weights in its subfolders count, too, but not those
+of folders inside them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from io import FileIO
@@ -51,10 +52,13 @@ class ModelSource:
     """Commit hash of a Hugging Face snapshot."""
 
 
-def locate_model(model: str, revision: str | None = None) -> ModelSource:
+def locate_model(
+    model: str, revision: str | None = None, cache_dir: str | None = None
+) -> ModelSource:
     """Find the local files of `model`: a path, or a Hugging Face repo id in the local cache.
 
-    Never goes online. Raises IdentityError if the files are not on this machine.
+    `cache_dir`: the cache's directory; None for Hugging Face's own. Never goes online. Raises
+    IdentityError if the files are not on this machine.
     """
     path = Path(model).expanduser()
     if path.exists():
@@ -64,7 +68,9 @@ def locate_model(model: str, revision: str | None = None) -> ModelSource:
     except ImportError as error:
         raise _not_here(model, revision, "huggingface_hub is not installed") from error
     try:
-        snapshot = Path(snapshot_download(model, revision=revision, local_files_only=True))
+        snapshot = Path(
+            snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True)
+        )
     except (OSError, ValueError) as error:
         raise _not_here(model, revision, "it is not in the Hugging Face cache") from error
     return ModelSource(snapshot, snapshot.name)
@@ -74,30 +80,34 @@ def _not_here(model: str, revision: str | None, why: str) -> IdentityError:
     at = f" at revision {revision!r}" if revision else ""
     return IdentityError(
         f"cannot find the files of model {model!r}{at}: no such path, and {why}. Pass a local "
-        "path, or a revision that is in the cache (HF_HOME): the weights are part of the identity"
+        "path, or a revision that is in the cache (HF_HOME; an engine's --download-dir)"
     )
 
 
-def weights_digest(model_dir: Path) -> bytes:
+def weights_digest(model_dir: Path, code_dir: Path | None = None) -> bytes:
     """Return 32 bytes that differ between any two checkpoints, also of the same shape.
 
-    Reads at most about 150 MiB, plus safetensors headers. Raises IdentityError if there is no
-    weight file, or one is unreadable or has a damaged safetensors header.
+    `code_dir`: where the model's code is, if that is elsewhere. Reads at most about 150 MiB, plus
+    safetensors headers. Raises IdentityError if there is no weight file, or one is unreadable or
+    has a damaged safetensors header.
     """
-    files = [model_dir] if model_dir.is_file() else _files(model_dir, _is_weight)
+    files = {model_dir.name: model_dir} if model_dir.is_file() else _weight_files(model_dir)
     if not files:
         raise IdentityError(
             f"{model_dir} contains no weights ({', '.join('*' + s for s in _WEIGHT_SUFFIXES)}), "
             "so its state has no identity: pass the directory with the weights"
         )
-    others = [] if model_dir.is_file() else _files(model_dir, _is_code_or_index)
+    others = dict[str, Path]()
+    for folder in (code_dir or model_dir, model_dir):
+        others |= _files(folder, _is_code_or_index) if folder.is_dir() else {}
+    others = dict(sorted(others.items()))
     content = [_named_digests(files, MODEL_BUDGET_BYTES), _named_digests(others, None)]
     return _digest(encode(["weights", *content]))
 
 
 def tokenizer_digest(tokenizer_dir: Path) -> bytes:
     """Return 32 bytes over the complete tokenizer files, of which there may be none."""
-    files = _files(tokenizer_dir, _is_tokenizer) if tokenizer_dir.is_dir() else []
+    files = _files(tokenizer_dir, _is_tokenizer) if tokenizer_dir.is_dir() else {}
     return _digest(encode(["tokenizer", _named_digests(files, None)]))
 
 
@@ -106,7 +116,7 @@ def processor_digest(model_dir: Path) -> bytes:
 
     They say how images, audio and video are prepared.
     """
-    files = _files(model_dir, _is_processor) if model_dir.is_dir() else []
+    files = _files(model_dir, _is_processor) if model_dir.is_dir() else {}
     return _digest(encode(["processor", _named_digests(files, None)]))
 
 
@@ -116,7 +126,7 @@ def lora_digest(adapter_dir: Path) -> bytes:
     Raises IdentityError if the directory contains no adapter weights.
     """
     files = _files(adapter_dir, lambda name: _is_weight(name) or name.endswith(".json"))
-    if not any(_is_weight(f.name) for f in files):
+    if not any(map(_is_weight, files)):
         raise IdentityError(f"{adapter_dir} contains no LoRA adapter weights")
     return _digest(encode(["lora", _named_digests(files, ADAPTER_BUDGET_BYTES)]))
 
@@ -138,30 +148,60 @@ def _is_processor(name: str) -> bool:
     return "processor" in name and name.endswith("config.json")
 
 
-def _files(directory: Path, wanted: Callable[[str], bool]) -> list[Path]:
+def _is_part_folder(name: str) -> bool:
+    """True for the name of a folder that may have weights of the model.
+
+    `original` has the same weights in another format, which vLLM skips, too; those of a trainer's
+    checkpoints are of other models.
+    """
+    return name != "original" and not name.startswith((".", "checkpoint-"))
+
+
+def _weight_files(model_dir: Path) -> dict[str, Path]:
+    """Return the weight files of the directory and its subfolders, by their names in it.
+
+    Some models have a part, such as an audio encoder, in a subfolder.
+    """
+    files = _files(model_dir, _is_weight)
+    for folder in _listed(model_dir, _is_part_folder):
+        # vLLM cannot read what cannot be listed, such as `lost+found`.
+        if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK):
+            inside = _files(folder, _is_weight)
+            files |= {f"{folder.name}/{name}": path for name, path in inside.items()}
+    return files
+
+
+def _files(directory: Path, wanted: Callable[[str], bool]) -> dict[str, Path]:
+    """Return the files with such names, by name, sorted."""
+    # A dangling link (a pruned cache) stays in, so that reading it is an error.
+    return {
+        path.name: path
+        for path in _listed(directory, wanted)
+        if path.is_file() or not path.exists()
+    }
+
+
+def _listed(directory: Path, wanted: Callable[[str], bool]) -> list[Path]:
     try:
-        names = sorted(name for name in os.listdir(directory) if wanted(name))
+        return [directory / name for name in sorted(os.listdir(directory)) if wanted(name)]
     except OSError as error:
         raise IdentityError(f"cannot list {directory}: {error.strerror}") from error
-    paths = [directory / name for name in names]
-    # A dangling link (a pruned cache) stays in, so that reading it is an error.
-    return [path for path in paths if path.is_file() or not path.exists()]
 
 
-def _named_digests(files: Iterable[Path], budget_bytes: int | None) -> list[list[object]]:
+def _named_digests(files: Mapping[str, Path], budget_bytes: int | None) -> list[list[object]]:
     """Return [name, size, digest] of each file, from about `budget_bytes` in all (None: all)."""
     try:
-        stats = [(path, path.stat()) for path in files]
-        total = sum(stat.st_size for _, stat in stats)
+        stats = [(name, path, path.stat()) for name, path in files.items()]
+        total = sum(stat.st_size for _, _, stat in stats)
         named: list[list[object]] = []
-        for path, stat in stats:
+        for name, path, stat in stats:
             fits = budget_bytes is None or total <= budget_bytes
             whole = fits or stat.st_size <= (budget_bytes or 0) // len(stats)
             shares = 1 if whole else len(stats)
             # Unlike the time of the last write, that of the last change cannot be set back.
             seen = (stat.st_dev, stat.st_ino, stat.st_ctime_ns)
             digest = _file_digest(os.path.realpath(path), seen, stat.st_size, whole, shares)
-            named.append([path.name, stat.st_size, digest])
+            named.append([name, stat.st_size, digest])
     except OSError as error:
         raise IdentityError(f"cannot read {error.filename}: {error.strerror}") from error
     return named

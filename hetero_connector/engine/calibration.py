@@ -16,9 +16,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hetero_connector.config import ONLY_WITH
 from hetero_connector.errors import EngineStartError, HeteroCacheError, UnsupportedModelError
 from hetero_connector.planner.cost_fit import RelativeErrors
 from hetero_connector.planner.cost_model import CostModel, OverheadSample, RequestOverhead
@@ -35,12 +37,7 @@ _DECODES = 48
 """Largest number of tokens that each of them decodes; only some of the steps are timed."""
 _TOKEN_IDS = 200
 """Random token ids are below this number: every vocabulary has as many."""
-_LEFT_OUT = frozenset(
-    {
-        "ssd_dir", "ssd_gib", "ssd_write_gib_per_day", "planner_profile",
-        "directory", "lease_s", "replica_ttl_s", "worker_name", "peer_host",
-    }
-)  # fmt: skip
+_LEFT_OUT = frozenset({"planner_profile", *ONLY_WITH, *chain(*ONLY_WITH.values())})
 """Keys of the connector's config that calibration leaves out: it must not write to the SSD tier of
 a serving engine, nor join its fleet, nor start from an earlier profile."""
 _PAUSE_S = 0.1

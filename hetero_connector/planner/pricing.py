@@ -48,7 +48,7 @@ class EngineLoad:
     """The engine's other work when a request is planned."""
 
     queued_tokens: int = 0
-    """Prompt tokens of running requests, not yet computed: they are scheduled first."""
+    """Tokens that running requests compute before they decode: they are scheduled first."""
     running_decodes: int = 0
     """Requests that are being decoded."""
     in_flight_bytes: Mapping[Tier, int] = field(default_factory=dict)

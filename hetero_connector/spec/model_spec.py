@@ -142,11 +142,13 @@ class ModelSpec:
 
         Only the engine's own prefix cache needs its grid (`alignment`). At a multiple of the
         boundary states' blocks and compression blocks, they need as many pages as on that grid.
-        Recurrent state exists on the grid only.
+        Recurrent state exists on the grid only, and only there the engine can do without the state
+        that is not stored (rings of open compression blocks, replayed windows).
         """
-        boundary = [x for x in self.layers if x.restore_rule in _BOUNDARY_RULES]
-        if any(x.restore_rule is RestoreRule.AT_BOUNDARY for x in boundary):
+        rules = {x.restore_rule for x in self.layers}
+        if not rules.isdisjoint((RestoreRule.AT_BOUNDARY, RestoreRule.NOTHING)):
             return self.alignment
+        boundary = [x for x in self.layers if x.restore_rule in _BOUNDARY_RULES]
         if self.exact_handoffs:
             return 1
         step = math.lcm(*(math.lcm(x.block_tokens, x.open_block_tokens) for x in boundary))

@@ -336,6 +336,17 @@ class ArtifactStore:
             forgotten += count
         return forgotten
 
+    def wait_forgotten(self, deadline_s: float) -> bool:
+        """Wait until no later process finds what was forgotten; False if it would, so much later.
+
+        A power cut soon afterwards may bring back what was stored. Any thread may ask.
+        """
+        return self.catalog.wait_rows_gone(deadline_s)
+
+    def num_unwritten(self) -> int:
+        """Count our sealed artifacts that are in DRAM alone. O(chunks). Any thread may ask."""
+        return len(self.catalog.writes.unwritten())
+
     def place_of(self, leaves: Sequence[ChunkKey], limit: int) -> ChainPlace | None:
         """Return where the chain up to the first stored leaf is; None if it has more chunks.
 

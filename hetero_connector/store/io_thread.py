@@ -219,11 +219,13 @@ class IoThread:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_POLL_S)
             else:
-                rows_due_s = math.inf if self.ssd is None else self.ssd.rows.due_s
-                catalog.wait(_IDLE_S, rows_due_s=rows_due_s)
+                catalog.wait(_IDLE_S, self._rows_due_s)
             if catalog.clock() >= housekeeping_due_s:
                 housekeeping_due_s = catalog.clock() + _HOUSEKEEPING_S
                 self.housekeep()
+
+    def _rows_due_s(self) -> float:
+        return math.inf if self.ssd is None else self.ssd.rows.due_s
 
     def _has_finished(self) -> bool:
         catalog = self._catalog

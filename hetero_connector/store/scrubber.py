@@ -47,6 +47,8 @@ class ScrubProgress:
     chunks: int
     """Chunks that were stored at its start."""
     chunks_checked: int = 0
+    chunks_skipped: int = 0
+    """Chunks that have left since, or have no checksum yet."""
     bytes_checked: int = 0
     damaged: int = 0
     """Artifacts that were forgotten."""
@@ -112,7 +114,7 @@ class Scrubber:
     def run(self, bytes_per_s: float, stopped: threading.Event) -> ScrubProgress:
         """Scrub on this thread, until `stopped`."""
         tiers, clock = self._catalog.tiers, self._catalog.clock
-        keys = list(tiers.index.nodes.copy())[1:]  # one call that no other thread can interrupt
+        keys = list(tiers.index.nodes)[1:]  # one call that no other thread can interrupt
         progress = ScrubProgress("running", time.time(), len(keys))
         pools = [tiers.dram] if tiers.ssd is None else [tiers.dram, tiers.ssd]
         largest = max(n for pool in pools for n in pool.geometry.stride_bytes.values())
@@ -124,7 +126,8 @@ class Scrubber:
                 num_bytes = sum(x.size_bytes for x in checked)
                 progress = replace(
                     progress,
-                    chunks_checked=progress.chunks_checked + 1,
+                    chunks_checked=progress.chunks_checked + bool(checked),
+                    chunks_skipped=progress.chunks_skipped + (not checked),
                     bytes_checked=progress.bytes_checked + num_bytes,
                     damaged=progress.damaged + sum(x.is_lost for x in checked),
                 )
@@ -144,9 +147,11 @@ class Scrubber:
             progress = replace(self.progress, state="stopped", reason=repr(error))
         self.progress = progress
         logger.info(
-            "scrub %s: %d of %d chunks, %d bytes checked, %d damaged artifacts forgotten%s",
+            "scrub %s: %d of %d chunks, %d bytes checked, %d chunks without a checksum or gone, "
+            "%d damaged artifacts forgotten%s",
             *(progress.state, progress.chunks_checked, progress.chunks, progress.bytes_checked),
-            *(progress.damaged, f": {progress.reason}" if progress.reason else ""),
+            *(progress.chunks_skipped, progress.damaged),
+            f": {progress.reason}" if progress.reason else "",
         )
 
     def _check_chunk(

@@ -102,14 +102,11 @@ def inspect(dir: _Stored, as_json: Json = False) -> int:
     from hetero_connector.tools import inspection
 
     reports, code = [], EXIT_OK
-    try:
-        for path in inspection.find_models(dir):
-            try:
-                reports.append(inspection.inspect_model(path))
-            except HeteroCacheError as e:
-                code = complain(e)
-    except HeteroCacheError as e:
-        return complain(e)
+    for path in inspection.find_models(dir):
+        try:
+            reports.append(inspection.inspect_model(path))
+        except HeteroCacheError as e:
+            code = complain(e)
     if as_json:
         print(json.dumps([r.as_json() for r in reports], indent=2))
     elif reports:
@@ -129,18 +126,15 @@ def verify(
     from hetero_connector.tools import inspection, verification
 
     reports, code = [], EXIT_OK
-    try:
-        for path in inspection.find_models(dir):
-            try:
-                report = verification.verify_model(path, repair, _progress)
-            except HeteroCacheError as e:
-                code = complain(e)
-                continue
-            reports.append(report)
-            if not as_json:
-                print(verification.as_text(report))
-    except HeteroCacheError as e:
-        return complain(e)
+    for path in inspection.find_models(dir):
+        try:
+            report = verification.verify_model(path, repair, _progress)
+        except HeteroCacheError as e:
+            code = complain(e)
+            continue
+        reports.append(report)
+        if not as_json:
+            print(verification.as_text(report))
     if as_json:
         print(json.dumps([dataclasses.asdict(r) for r in reports], indent=2))
     if code == EXIT_OK and not all(r.is_intact for r in reports):
@@ -161,20 +155,17 @@ def export(
     from hetero_connector.tools import exporting, inspection
 
     reports, code = [], EXIT_OK
-    try:
-        models = inspection.find_models(dir)
-        for path in models:
-            part = path.parent.name if dir not in (path, path.parent) else ""
-            try:
-                report = exporting.export_model(path, target / part / path.name, _progress)
-            except HeteroCacheError as e:
-                code = complain(e)
-                continue
-            reports.append(report)
-            if not as_json:
-                print(exporting.as_text(report))
-    except HeteroCacheError as e:
-        return complain(e)
+    models = inspection.find_models(dir)
+    for path in models:
+        part = path.parent.name if dir not in (path, path.parent) else ""
+        try:
+            report = exporting.export_model(path, target / part / path.name, _progress)
+        except HeteroCacheError as e:
+            code = complain(e)
+            continue
+        reports.append(report)
+        if not as_json:
+            print(exporting.as_text(report))
     if as_json:
         print(json.dumps([dataclasses.asdict(r) for r in reports], indent=2))
     if code == EXIT_OK and any(r.bad for r in reports):
@@ -201,18 +192,15 @@ def import_(
     from hetero_connector.tools import importing
 
     reports, code = [], EXIT_OK
-    try:
-        for folder, part in importing.find_exports(source):
-            try:
-                report = importing.import_model(folder, dir / part, ssd_gib, _progress)
-            except HeteroCacheError as e:
-                code = complain(e)
-                continue
-            reports.append(report)
-            if not as_json:
-                print(importing.as_text(report))
-    except HeteroCacheError as e:
-        return complain(e)
+    for folder, part in importing.find_exports(source):
+        try:
+            report = importing.import_model(folder, dir / part, ssd_gib, _progress)
+        except HeteroCacheError as e:
+            code = complain(e)
+            continue
+        reports.append(report)
+        if not as_json:
+            print(importing.as_text(report))
     if as_json:
         print(json.dumps([dataclasses.asdict(r) for r in reports], indent=2))
     if code == EXIT_OK and not all(r.is_complete for r in reports):
@@ -320,7 +308,7 @@ def explain(
         directory = _one_model(dir)
         tokens = explanation.read_tokens(prompt, lambda: explanation.tokenizer(directory))
         found = explanation.decide(directory, tokens, profile, in_dram=in_dram)
-    except (HeteroCacheError, ValueError) as e:
+    except ValueError as e:  # the prompt is neither text nor token ids
         return complain(e)
     if as_json:
         print(json.dumps(found.as_json(), indent=2))
@@ -352,8 +340,6 @@ def reset(
         return complain(e)
     try:
         done = reset_fleet(opened, wait)
-    except HeteroCacheError as e:
-        return complain(e)
     finally:
         opened.close()
     if as_json:
@@ -389,8 +375,6 @@ def router(
         serve(config, processes)
     except ImportError as e:
         return complain(f"{e.name or e} is missing: pip install 'heterocache[router]'")
-    except HeteroCacheError as e:
-        return complain(e)
     return EXIT_OK
 
 

@@ -9,6 +9,8 @@ from typing import Annotated, ParamSpec
 
 import typer
 
+from hetero_connector.errors import HeteroCacheError
+
 EXIT_OK, EXIT_BAD, EXIT_UNUSABLE, EXIT_INTERRUPTED = 0, 1, 2, 130
 STATUS = (
     "Exit status: 0 if all is well, 1 if a problem was found, 2 if the arguments or the input "
@@ -28,7 +30,10 @@ _Arguments = ParamSpec("_Arguments")
 def command(
     of: typer.Typer, panel: str, *examples: str, name: str | None = None
 ) -> Callable[[Callable[_Arguments, int]], Callable[_Arguments, None]]:
-    """Register a function that returns its exit status. Its docstring is the command's help."""
+    """Register a function that returns its exit status. Its docstring is the command's help.
+
+    An error of this package that it raises is printed: the input cannot be used.
+    """
     epilog = "\n\n".join(["Examples:", *(f"heterocache {x}" for x in examples), STATUS])
 
     def register(function: Callable[_Arguments, int]) -> Callable[_Arguments, None]:
@@ -38,6 +43,8 @@ def command(
             try:
                 code = function(*args, **kwargs)
                 sys.stdout.flush()
+            except HeteroCacheError as error:
+                code = complain(error)
             except BrokenPipeError:  # `heterocache inspect DIR | head`
                 sys.stdout = None
                 code = EXIT_OK

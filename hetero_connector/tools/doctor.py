@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero_connector import machine
+from hetero_connector.config_values import without_password
 from hetero_connector.errors import (
     DirectoryError,
     StoreError,
@@ -389,7 +390,7 @@ def check_directory(url: str) -> Finding:
     """Check that a Redis can be a fleet's directory: it answers and never evicts."""
     from ownership.directory.opening import open_directory
 
-    name, shown = "directory", url.partition("://")[0] + "://" + url.split("@")[-1]
+    name, shown = "directory", without_password(url)
     try:
         directory = open_directory(url)
     except ValueError as e:

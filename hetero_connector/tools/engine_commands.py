@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hetero_connector.errors import CommandError, HeteroCacheError
+from hetero_connector.errors import CommandError
 from hetero_connector.tools.command import (
     ENGINES,
     EXIT_BAD,
@@ -25,15 +26,35 @@ from hetero_connector.tools.command import (
 if TYPE_CHECKING:
     from hetero_connector.tools.engines import RunningEngine
 
+
+def _number(least: float, most: float) -> Callable[[Any], float]:
+    """Return the parser of an option's number. Unlike a range of click's, it refuses NaN."""
+
+    def parse(text: Any) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not least <= number <= most:
+            raise typer.BadParameter(f"expected a number from {least:g} to {most:g}, got {text}")
+        return number
+
+    return parse
+
+
+_SECONDS = _number(0.001, 86_400)
 _Engine = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Only engines of this model, process id or ssd_dir. Needed where several run.",
+        help="Only the engines of this model, process id or ssd_dir. Where several run, commands "
+        "that change something need it.",
     ),
 ]
 _Salt = Annotated[str | None, typer.Option(help="The `cache_salt` of its requests.")]
-_Wait = Annotated[float, typer.Option(metavar="SECONDS", help="Wait so long for it at most.")]
+_Wait = Annotated[
+    float, typer.Option(parser=_SECONDS, metavar="SECONDS", help="Wait so long for it at most.")
+]
 _Prompt = Annotated[
     Path,
     typer.Argument(metavar="PROMPT", help="A file with a JSON list of token ids, or with text."),
@@ -48,7 +69,6 @@ _OptionalPrompt = Annotated[
 _Session = Annotated[
     str | None, typer.Option(help="This session, by its id or its digest in `top`.")
 ]
-_NO_ENGINE = "no engine of this user runs on this machine with HeteroConnector"
 
 
 def register(app: typer.Typer) -> None:
@@ -82,28 +102,28 @@ def status(
     from hetero_connector.tools import engines
     from hetero_connector.tools.status import show
 
-    found = [x.status for x in engines.find(engine)]
+    found = [x.status for x in engines.choose(engine, may_be_all=True)]
     if as_json:
         print(json.dumps(found, indent=2))
-    elif found:
+    else:
         show(found, decisions)
-    if not found:
-        return complain(_NO_ENGINE)
     return EXIT_OK
 
 
 def top(
     engine: _Engine = None,
     interval: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, help="Time between two looks.")
+        float,
+        typer.Option(parser=_number(0.1, 3_600), metavar="SECONDS", help="Time between two looks."),
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
 ) -> int:
     """Watch running engines: tokens by source, tiers, sessions and loads. Ctrl-C ends it."""
+    from hetero_connector.tools import engines
     from hetero_connector.tools.live import watch
 
-    if not watch(engine, interval, once=once):
-        return complain(_NO_ENGINE)
+    engines.choose(engine, may_be_all=True)
+    watch(engine, interval, once=once)
     return EXIT_OK
 
 
@@ -158,7 +178,10 @@ def warm(
     prompt: _Prompt,
     salt: _Salt = None,
     keep: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Expect its next use within this time.")
+        float,
+        typer.Option(
+            parser=_SECONDS, metavar="SECONDS", help="Expect its next use within this time."
+        ),
     ] = 600.0,
     wait: _Wait = 20.0,
     engine: _Engine = None,
@@ -180,7 +203,8 @@ def pin(
     session: _Session = None,
     salt: _Salt = None,
     seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", help="End the pin after so long.")
+        float,
+        typer.Option(parser=_SECONDS, metavar="SECONDS", help="End the pin after so long."),
     ] = 3600.0,
     engine: _Engine = None,
     as_json: Json = False,
@@ -236,7 +260,12 @@ def drain(
 
 def scrub(
     rate: Annotated[
-        float, typer.Option(metavar="MIB_PER_S", help="Read so much in a second at most.")
+        float,
+        typer.Option(
+            parser=_number(0.001, 1e6),
+            metavar="MIB_PER_S",
+            help="Read so much in a second at most.",
+        ),
     ] = 64.0,
     stop: Annotated[bool, typer.Option("--stop", help="End the scrub that runs.")] = False,
     engine: _Engine = None,
@@ -261,7 +290,8 @@ def timeline(
         "heterocache-timeline.json"
     ),
     seconds: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, max=60.0, help="Record for so long.")
+        float,
+        typer.Option(parser=_number(0.1, 60), metavar="SECONDS", help="Record for so long."),
     ] = 5.0,
     engine: _Engine = None,
 ) -> int:
@@ -269,9 +299,7 @@ def timeline(
     from hetero_connector.tools import engines
     from hetero_connector.tools.recording import timeline_of
 
-    found = engines.find(engine)
-    if not found:
-        return complain(_NO_ENGINE)
+    found = engines.choose(engine, may_be_all=True)
     try:
         out.touch()  # fails before the recording, not after it
         answers = engines.do(found, {"do": "record", "seconds": seconds}, seconds)
@@ -328,7 +356,7 @@ def _carry_out(
         if not is_sure(chosen):
             return complain("nothing was done")
         order = {k: v for k, v in {**order, **encoded(chosen)}.items() if v is not None}
-    except (HeteroCacheError, ValueError) as error:
+    except ValueError as error:  # the tokens of the prompt are none
         return complain(error)
     answers = engines.do(chosen, order, wait_s)
     code = EXIT_OK

@@ -50,8 +50,11 @@ def find(name: str | None = None) -> list[RunningEngine]:
     return sorted(found, key=lambda x: (x.status["engine"]["started"], x.socket))
 
 
-def choose(name: str | None) -> list[RunningEngine]:
-    """Return the engines with this name; None: the only one. Raises CommandError for none."""
+def choose(name: str | None, *, may_be_all: bool = False) -> list[RunningEngine]:
+    """Return the engines with this name; None: the only one, or all of them if it `may_be_all`.
+
+    Raises CommandError for none, StoreError if the folder of their sockets is not this user's own.
+    """
     engines = find()
     if not engines:
         raise CommandError("no engine of this user runs on this machine with HeteroConnector")
@@ -59,7 +62,7 @@ def choose(name: str | None) -> list[RunningEngine]:
     known = "; ".join(x.title for x in engines)
     if not chosen:
         raise CommandError(f"no running engine is called {name!r}: there are {known}")
-    if name is None and len(chosen) > 1:
+    if name is None and len(chosen) > 1 and not may_be_all:
         raise CommandError(
             f"several engines run here: choose with --engine MODEL, PID or SSD_DIR; {known}"
         )

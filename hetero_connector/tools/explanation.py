@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 
 from hetero_connector import machine
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
-from hetero_connector.artifacts.generation import FIRST
+from hetero_connector.artifacts.extra_keys import text_keys
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import SlotRef, Tier
 from hetero_connector.artifacts.tails import chunk_beyond, longest_tail
+from hetero_connector.engine.scheduler.clearings import Clearings
 from hetero_connector.engine.scheduler.learned import read_learned
 from hetero_connector.errors import ConfigError, StoreError
 from hetero_connector.planner.compute_model import ComputeRegression
@@ -34,10 +35,10 @@ from hetero_connector.planner.pricing import EngineLoad
 from hetero_connector.planner.profile import CostProfile, ProfileSubject
 from hetero_connector.spec import ModelSpec
 from hetero_connector.store.catalog.index import PrefixIndex
-from hetero_connector.store.ssd.generation_file import GENERATION_NAME, read_generation
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_format import REPLAY_EXACT, WINDOW_REPLAY
 from hetero_connector.store.ssd.space import JOURNAL_NAME, LEARNED_NAME
+from hetero_connector.tools.inspection import generation_of
 
 _Value = TypeVar("_Value")
 _WIDTH = 80
@@ -84,7 +85,11 @@ def decide(
     finally:
         journal.close()
     known = len(token_ids)
-    chain = RequestChain(ChainHasher(fingerprint, layout.chunk_tokens, _generation(directory)))
+    # Named as its last engine would: rows from before a reset or a clearing are not found.
+    chain = RequestChain(
+        ChainHasher(fingerprint, layout.chunk_tokens, generation_of(directory).tag),
+        text_keys(None, Clearings.in_folder(directory)),
+    )
     chain.extend(token_ids)
     stored = index.match(chain.chunks(known - 1))
     last = stored[-1].chunk if stored else None
@@ -148,30 +153,29 @@ def _costs(
 
 
 def read_tokens(path: Path, tokenizer_of: Callable[[], Any]) -> list[int]:
-    """Read token ids from a file: a JSON list of numbers, else text for the model's tokenizer.
+    """Read token ids from a file: a JSON list of them, else text for the model's tokenizer.
 
-    Raises StoreError if the file cannot be read, has no token, or has numbers that are not ids.
+    Raises StoreError if the file cannot be read, has no token, or is another JSON list or object.
     """
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise StoreError(f"cannot read {path}: {error}") from error
-    ids = _numbers(text)
+    ids = _list_or_object(text)
     if ids is None:
         ids = tokenizer_of().encode(text)
     if not ids or not all(type(x) is int for x in ids):
         raise StoreError(f"{path} holds neither a JSON list of token ids nor text")
-    return ids
+    return list(ids)
 
 
-def _numbers(text: str) -> list[Any] | None:
-    """Parse a JSON list of numbers; None for anything else, which counts as text."""
+def _list_or_object(text: str) -> Any:
+    """Parse a JSON list or object; None for anything else, which counts as text."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    numbers = isinstance(found, list) and all(isinstance(x, int | float) for x in found)
-    return found if numbers else None
+    return found if isinstance(found, list | dict) else None
 
 
 def tokenizer(directory: Path) -> Any:
@@ -214,16 +218,6 @@ def as_json(decision: RestoreDecision) -> dict[str, Any]:
             for c in decision.candidates()
         ],
     }
-
-
-def _generation(directory: Path) -> bytes:
-    """The root of its last engine's chains: rows from before a reset are not found."""
-    try:
-        return read_generation(directory / GENERATION_NAME).tag
-    except FileNotFoundError:  # written by an earlier version
-        return FIRST.tag
-    except OSError as error:
-        raise StoreError(f"{directory} cannot be read: {error}") from error
 
 
 def _layout(description: Mapping[str, Any]) -> ArtifactLayout:

@@ -16,10 +16,11 @@ import numpy as np
 from hetero_connector.artifacts.generation import FIRST, Generation
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.engine.scheduler.clearings import Clearings
+from hetero_connector.engine.scheduler.learned import MAX_LEARNED_BYTES
 from hetero_connector.errors import StoreError, StoreInUseError, TransferError
 from hetero_connector.planner.profile import CostProfile
 from hetero_connector.store.ssd.directory_lock import DirectoryLock, is_locked
-from hetero_connector.store.ssd.generation_file import GENERATION_NAME, read_generation
+from hetero_connector.store.ssd.generation_file import GENERATION_NAME
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_format import JournalMeta, JournalRow
 from hetero_connector.store.ssd.private_files import (
@@ -46,12 +47,12 @@ from hetero_connector.tools.export_format import (
     remove_segments,
     segments,
 )
+from hetero_connector.tools.inspection import generation_of
 from hetero_connector.tools.verification import BadArtifact, Progress
 from hetero_connector.units import size_text
 
 _MIN_USED_SHARE = 0.5
 """Segments of which less is still stored are written anew."""
-_MAX_LEARNED_BYTES = 1 << 20
 
 
 @dataclass
@@ -78,8 +79,8 @@ def export_model(path: Path, target: Path, progress: Progress = iter) -> ExportR
     """
     if is_model_directory(target):
         raise StoreError(f"{target} is an SSD directory; export to another one")
-    generation = _generation(path)
-    if _generation(path) != generation:  # a new one each time
+    generation = generation_of(path)
+    if generation_of(path) != generation:  # a new one each time
         raise StoreError(f"{path / GENERATION_NAME} is damaged: nothing stored there can be used")
     if generation.private and is_locked(path / LOCK_NAME):
         raise StoreInUseError(
@@ -123,7 +124,7 @@ class _Export:
                     artifacts.append(_exported(row, *place))
             writer.finish()
         artifacts = self._still_stored(artifacts)
-        if _generation(self._path) != self._generation:
+        if generation_of(self._path) != self._generation:
             raise StoreError(f"{self._path} was reset while it was exported: export it again")
         # Late: a salt that was cleared meanwhile is not found in the copy either.
         ExportIndex(self._header(meta), sorted(artifacts, key=lambda x: x.start)).write(
@@ -165,8 +166,12 @@ class _Export:
 
         Nothing if its index is damaged: then all is written anew.
         """
-        former = _readable(self._target)
-        if former is None:
+        if not (self._target / INDEX_NAME).exists():
+            remove_segments(self._target, ())  # of first exports that were interrupted
+            return []
+        try:
+            former = ExportIndex.read(self._target)
+        except StoreError:
             return []
         if former.header.fingerprint != header.fingerprint:
             raise StoreError(f"{self._target} has an export of another model")
@@ -235,30 +240,12 @@ class _Export:
     def _copy_learned(self) -> None:
         """Copy what was learned, if it can be read; `inspect` says why if not."""
         try:
-            content = read_private(self._path / LEARNED_NAME, _MAX_LEARNED_BYTES)
+            content = read_private(self._path / LEARNED_NAME, MAX_LEARNED_BYTES)
             CostProfile.from_json(content)
         except (OSError, ValueError):
             (self._target / LEARNED_NAME).unlink(missing_ok=True)
         else:
             replace_private(self._target / LEARNED_NAME, content)
-
-
-def _generation(path: Path) -> Generation:
-    try:
-        return read_generation(path / GENERATION_NAME)
-    except FileNotFoundError:  # written by an earlier version
-        return FIRST
-    except OSError as e:
-        raise StoreError(f"{path} cannot be read: {e}") from e
-
-
-def _readable(target: Path) -> ExportIndex | None:
-    if not (target / INDEX_NAME).exists():
-        return None
-    try:
-        return ExportIndex.read(target)
-    except StoreError:
-        return None
 
 
 def _is_intact(reader: SegmentReader, artifact: ExportedArtifact) -> bool:

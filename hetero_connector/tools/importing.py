@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from hetero_connector.artifacts.generation import FIRST
 from hetero_connector.artifacts.record import ChunkKey, SlotRef, Tier
 from hetero_connector.config import ssd_gib_of
 from hetero_connector.engine.scheduler.clearings import Clearings
+from hetero_connector.engine.scheduler.learned import MAX_LEARNED_BYTES
 from hetero_connector.errors import (
     ConfigError,
     FormatError,
@@ -32,9 +32,8 @@ from hetero_connector.spec.state_types import Family
 from hetero_connector.store.catalog.index import PrefixIndex
 from hetero_connector.store.catalog.slot_geometry import padded
 from hetero_connector.store.catalog.slots import SlotPool
-from hetero_connector.store.ssd.directory import SsdDirectory
+from hetero_connector.store.ssd.directory import SsdDirectory, UnfinishedDirectoryError
 from hetero_connector.store.ssd.directory_lock import shared
-from hetero_connector.store.ssd.generation_file import GENERATION_NAME, GenerationFile
 from hetero_connector.store.ssd.journal_format import JournalRow
 from hetero_connector.store.ssd.private_files import read_private, replace_private
 from hetero_connector.store.ssd.space import (
@@ -56,7 +55,6 @@ from hetero_connector.units import GIB, size_text
 Progress = Callable[[Sequence[ExportedArtifact]], Iterable[ExportedArtifact]]
 """Passes the artifacts through and shows the progress."""
 _BATCH_BYTES = 64 << 20
-_MAX_LEARNED_BYTES = 1 << 20
 
 
 @dataclass
@@ -251,9 +249,13 @@ def _open(header: ExportHeader, root: Path, ssd_gib: float | None) -> SsdDirecto
     if is_model_directory(root):
         raise StoreError(f"{root} is one model's directory; name the ssd_dir that it is in")
     path = model_directory(root, header.fingerprint)
-    if not is_model_directory(path):
-        return _make(header, root, ssd_gib)
-    directory = SsdDirectory.open_existing(path)
+    if is_model_directory(path):
+        try:
+            directory = SsdDirectory.open_existing(path)
+        except UnfinishedDirectoryError:
+            directory = _make(header, root, ssd_gib)
+    else:
+        directory = _make(header, root, ssd_gib)
     try:
         _require_same(directory, header)
         if directory.is_outdated:  # all that it lists is from before a reset
@@ -278,26 +280,16 @@ def _require_same(directory: SsdDirectory, header: ExportHeader) -> None:
 
 
 def _make(header: ExportHeader, root: Path, ssd_gib: float | None) -> SsdDirectory:
-    """Make a model's directory of the exported store's generation."""
-    ssd_bytes = int(ssd_gib_of(ssd_gib, root) * GIB)
-    directory = SsdDirectory.open(
+    """Make a model's directory of the exported store's generation, or go on with making it."""
+    return SsdDirectory.open(
         root,
         header.fingerprint,
         header.slot_bytes,
-        ssd_bytes,
+        int(ssd_gib_of(ssd_gib, root) * GIB),
         header.description,
         keep_unused=True,
+        generation=header.store_generation,
     )
-    try:
-        if header.store_generation.tag != FIRST.tag:
-            file = GenerationFile.open(directory.path / GENERATION_NAME, is_new=False)
-            file.write(header.store_generation)
-            file.close()
-            directory.journal.clear(header.store_generation.tag)
-    except BaseException:
-        directory.close()
-        raise
-    return directory
 
 
 @contextmanager
@@ -343,7 +335,7 @@ def _import_learned(source: Path, path: Path) -> None:
     if (path / LEARNED_NAME).exists():
         return
     try:
-        content = read_private(source / LEARNED_NAME, _MAX_LEARNED_BYTES)
+        content = read_private(source / LEARNED_NAME, MAX_LEARNED_BYTES)
         CostProfile.from_json(content)
     except (OSError, ValueError):  # none, or damaged: it is learned anew
         return

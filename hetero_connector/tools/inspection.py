@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.errors import StoreError
 from hetero_connector.store.ssd.directory_lock import is_locked
+from hetero_connector.store.ssd.generation_file import GENERATION_NAME, read_generation
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_format import JournalMeta, JournalRow
 from hetero_connector.store.ssd.space import (
@@ -21,6 +23,14 @@ from hetero_connector.store.ssd.space import (
 )
 from hetero_connector.tools.side_files import SideFiles, read_side_files
 from hetero_connector.units import size_text
+
+
+def generation_of(folder: Path) -> Generation:
+    """Return the generation of a model's directory. Raises StoreError if it cannot be read."""
+    try:
+        return read_generation(folder / GENERATION_NAME)
+    except OSError as e:
+        raise StoreError(f"{folder} cannot be read: {e}") from e
 
 
 @dataclass(frozen=True)

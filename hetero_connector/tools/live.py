@@ -33,12 +33,10 @@ class Look:
 
 def watch(
     name: str | None, interval_s: float, *, once: bool, console: Console | None = None
-) -> bool:
-    """Draw the engines with this name until none is left, or `once`; False if there was none."""
+) -> None:
+    """Draw the engines with this name until none is left, or `once`."""
     console = console or make_console()
     before, after = _look(name), dict[Path, Look]()
-    if not before:
-        return False
     with Live(console=console, screen=console.is_terminal and not once, auto_refresh=False) as live:
         while not after or not once:
             time.sleep(interval_s)
@@ -47,7 +45,6 @@ def watch(
                 break
             live.update(draw(before, after), refresh=True)
             before = after
-    return True
 
 
 def draw(before: Mapping[Path, Look], after: Mapping[Path, Look]) -> RenderableType:

@@ -48,11 +48,11 @@ def show(engines: Sequence[Status], max_decisions: int, console: Console | None 
 
 def broken_parts(status: Status) -> list[str]:
     """Return the parts of the engine's health that do not work."""
-    return [name for name in _WORKING if not status["health"][name]]
+    return [name for name in _WORKING if status["health"].get(name) is False]
 
 
-_WORKING = ("io_alive", "ssd_writable", "ssd_readable")
-"""Parts of the health that are true while all is well."""
+_WORKING = ("cache_alive", "io_alive", "ssd_writable", "ssd_readable", "directory_joined")
+"""Parts of the health that are false if they do not work. None: this engine has no such part."""
 
 
 def state_text(status: Status) -> str:
@@ -76,8 +76,11 @@ def pins_text(pins: Mapping[str, Any]) -> str:
 
 def progress_text(progress: Mapping[str, Any]) -> str:
     """Return how far a scrub is."""
-    share = progress["chunks_checked"] / progress["chunks"] if progress["chunks"] else 1.0
-    text = f"{share:.0%} of {progress['chunks']:,} chunks checked, {progress['damaged']:,} damaged"
+    checked, skipped, chunks = (progress[x] for x in ("chunks_checked", "chunks_skipped", "chunks"))
+    share = checked / (chunks - skipped) if chunks > skipped else 1.0
+    text = f"{share:.0%} of {chunks - skipped:,} chunks checked, {progress['damaged']:,} damaged"
+    if skipped:
+        text += f", {skipped:,} more without a checksum or gone"
     return f"{text}; {progress['reason']}" if progress["reason"] else text
 
 

@@ -121,17 +121,14 @@ class NixlPeers:
         child = self._child
         child.drive()
         if child.ended and self._start_at_s == float("inf"):
-            now_s = self._clock()
-            if now_s - self._started_s > _LONGEST_PAUSE_S:
+            if self._clock() - self._started_s > _LONGEST_PAUSE_S:
                 self._pause_s = _FIRST_PAUSE_S
-            self._start_at_s = now_s + self._pause_s
             logger.warning(
                 "the process through which peers are read has ended (%s); it is restarted in "
                 "%.0f s",
                 child.exit_reason,
-                self._pause_s,
+                self._start_later(),
             )
-            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
             return True
         if child.ended and self._clock() >= self._start_at_s:
             self._start_at_s = float("inf")
@@ -139,6 +136,7 @@ class NixlPeers:
             try:
                 self._child = PeerChild(self._regions, self._interface)
             except (StoreError, OSError) as e:  # out of processes or descriptors: try later
+                self._start_later()
                 logger.warning("peers cannot be read yet: %s", e)
         elif not child.metadata and self._clock() - self._started_s > _START_S:
             child.give_up("it did not start")
@@ -158,6 +156,16 @@ class NixlPeers:
         while self.in_flight and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
         return self._child.kill(_KILL_S)
+
+    def _start_later(self) -> float:
+        """Schedule a start of the process; return the seconds until then, twice as long each time.
+
+        Only the end of a process counts as an exit, not a start that fails.
+        """
+        pause_s = self._pause_s
+        self._start_at_s = self._clock() + pause_s
+        self._pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return pause_s
 
     def _retire(self, remote: AgentMetadata) -> None:
         """Drop the connection unless another name refers to the same peer."""

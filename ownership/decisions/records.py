@@ -130,7 +130,7 @@ class DecisionRecord(msgspec.Struct, tag_field="kind", tag="decision", kw_only=T
     events: int | None = None
     """Events of a stream; None if the answer was none."""
     failed: bool = False
-    """True if the worker refused the request or was lost."""
+    """True if the worker answered with an error or was lost."""
 
     @classmethod
     def of(

@@ -1,10 +1,10 @@
 """The directory: the record of who owns each artifact of a fleet, in one process or in Redis.
 
-Read `contract` first: it is the protocol. `sessions` and `generations` are its two other parts,
-`identifiers` the numbers that order a fleet, `validation` what every directory refuses.
-`MemoryDirectory` (`memory`, with `lease_table` and `memory_sessions`) is the reference and serves
-one process; `redis` serves a fleet and is the only package that imports Redis. `opening` makes
-one of them from a URL, `fleet_reset` resets a fleet and waits for its engines.
+Read `contract` first: it is the protocol. `generations` is its part for resets, `identifiers` the
+numbers that order a fleet, `validation` what every directory refuses. `MemoryDirectory` (`memory`,
+with `lease_table` and `memory_chain_users`) is the reference and serves one process; `redis` serves
+a fleet and is the only package that imports Redis. `opening` makes one of them from a URL,
+`fleet_reset` resets a fleet and waits for its engines.
 
 May import `hetero_connector`'s values (`artifacts`, `spec`) and errors; knows no member, policy or
 engine. To add a directory, implement `Directory` and list it in `BENCHES` of
@@ -27,7 +27,6 @@ from ownership.directory.contract import (
     OwnershipDirectory,
     ReadableCopy,
     Replica,
-    Usage,
     Worker,
     WorkerState,
 )
@@ -55,7 +54,6 @@ __all__ = [
     "ReadableCopy",
     "Replica",
     "Token",
-    "Usage",
     "Worker",
     "WorkerState",
 ]

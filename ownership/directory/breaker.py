@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ class CircuitBreaker:
         """True if the last call failed. May be read by any thread."""
         self._pause_s = 0.0
         self._refuse_until_s = 0.0
+        self._failed_s = -math.inf
+        """The time of the last failure that counted."""
 
     @property
     def can_try(self) -> bool:
@@ -49,8 +52,16 @@ class CircuitBreaker:
         with self._lock:
             self.is_open, self._pause_s = False, 0.0
 
-    def on_failure(self) -> None:
+    def on_failure(self, began_s: float = math.inf) -> None:
+        """Begin a pause. `began_s`: when the call was made, by the clock.
+
+        A call that was made before the last failure tells nothing new, so calls that fail together
+        count once.
+        """
         with self._lock:
+            if began_s <= self._failed_s:
+                return
+            self._failed_s = self._clock()
             self._pause_s = min(max(FIRST_PAUSE_S, 2 * self._pause_s), LONGEST_PAUSE_S)
-            self._refuse_until_s = self._clock() + self._pause_s
+            self._refuse_until_s = self._failed_s + self._pause_s
             self.is_open = True

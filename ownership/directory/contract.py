@@ -13,8 +13,8 @@ Rules for every method:
 - A method takes many items and is one round trip.
 - Time is the directory's own clock. A worker trusts only its own monotonic clock
   (`member.held_lease`); `docs/internals/directory.md` has the assumptions.
-- Methods are thread-safe. A remote directory raises DirectoryUnavailableError no later than its
-  deadline.
+- Methods are thread-safe. A remote directory that does not answer raises
+  DirectoryUnavailableError no later than its deadline.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey
 from hetero_connector.spec.state_types import StateType
 from ownership.directory.generations import GenerationDirectory
 from ownership.directory.identifiers import Epoch, Token
-from ownership.directory.sessions import SessionDirectory
 
 CHECKSUM_BYTES = 16
 
@@ -45,17 +44,9 @@ class DirectoryLimits:
     """Users of one chunk; further ones are not counted."""
     max_workers: int = 4_096
     """Epochs remembered. The oldest ended ones are forgotten first."""
-    max_sessions: int = 100_000
-    """The least recently used session is forgotten first."""
-    max_groups: int = 10_000
-    """The coldest group is forgotten first."""
     orphan_ttl_s: float = 3_600.0
     """Seconds for which the records of an ended owner are kept for a successor. A full directory
     does not keep them."""
-    session_ttl_s: float = 86_400.0
-    """A session that is not used for this long is forgotten."""
-    group_half_life_s: float = 600.0
-    """A use of a group counts half after this long."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +133,7 @@ class GrantOutcome(StrEnum):
     ABSENT = "absent"
     """There is no record."""
     FULL = "full"
-    """The directory is full: the artifact or replica is not listed."""
+    """The directory, or its server's memory, is full: the artifact or replica is not listed."""
 
 
 class Grant(NamedTuple):
@@ -207,34 +198,31 @@ class ChainView:
     def copies(self, index: int, state_type: StateType) -> list[ReadableCopy]:
         """Return the copies of one artifact that may be read, the owner's first."""
         record = self.chunks[index].get(state_type)
-        if record is None:
-            return []
-        found = [(record.owner, record.copy)]
-        found += [(r.holder, r.copy) for r in record.replicas if r.expires_s > self.now_s]
-        return [
-            ReadableCopy(holder, record.token, copy)
-            for holder, copy in found
-            if self.status(holder) is EpochStatus.LIVE
-        ]
+        return [] if record is None else self.copies_in(record)
+
+    def copies_in(self, record: ArtifactRecord) -> list[ReadableCopy]:
+        """Return the copies that a record names and that may be read, the owner's first."""
+        found = []
+        if self.status(record.owner) is EpochStatus.LIVE:
+            found.append(ReadableCopy(record.owner, record.token, record.copy))
+        for replica in record.replicas:
+            if replica.expires_s > self.now_s and self.status(replica.holder) is EpochStatus.LIVE:
+                found.append(ReadableCopy(replica.holder, record.token, replica.copy))
+        return found
 
     def adoptable(self, index: int, state_type: StateType) -> str:
         """Return the shared storage on which an ended owner left the artifact; "" if none."""
         record = self.chunks[index].get(state_type)
-        if record is None or not record.copy.on_ssd:
+        return "" if record is None else self.adoptable_in(record)
+
+    def adoptable_in(self, record: ArtifactRecord) -> str:
+        """Return the shared storage on which the record's owner left it, if that has ended."""
+        if not record.copy.on_ssd:
             return ""
         state = self.workers.get(record.owner)
         if state is None or state.status is not EpochStatus.ENDED:
             return ""
         return state.storage
-
-
-class Usage(NamedTuple):
-    """The users of a chunk, and when it was last used."""
-
-    num_users: int
-    """Users whose worker's lease lasts. With none left, the chain may be evicted from its end."""
-    idle_s: float | None
-    """Directory seconds since a user came or left; None if unknown."""
 
 
 class OwnershipDirectory(Protocol):
@@ -317,8 +305,11 @@ class OwnershipDirectory(Protocol):
         """
         ...
 
-    def usage(self, chunks: Sequence[ChunkKey]) -> list[Usage]:
-        """Return the users of each chunk. Changes nothing."""
+    def count_users(self, chunks: Sequence[ChunkKey]) -> list[int]:
+        """Return the number of users of each chunk whose worker's lease lasts. Changes nothing.
+
+        A chain that none uses may be evicted from its end.
+        """
         ...
 
     def eviction_policy(self) -> str:
@@ -335,8 +326,8 @@ class OwnershipDirectory(Protocol):
         ...
 
 
-class Directory(OwnershipDirectory, SessionDirectory, GenerationDirectory, Protocol):
-    """Everything a fleet shares: workers, artifacts, sessions, hot groups, resets."""
+class Directory(OwnershipDirectory, GenerationDirectory, Protocol):
+    """Everything a fleet shares: workers, artifacts, chain users, resets."""
 
     def close(self) -> None:
         """Close connections. Leases run out by themselves. Idempotent."""

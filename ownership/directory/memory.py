@@ -23,14 +23,12 @@ from ownership.directory.contract import (
     GrantOutcome,
     Lease,
     Replica,
-    Usage,
     Worker,
 )
 from ownership.directory.generations import FleetGeneration
 from ownership.directory.identifiers import NO_EPOCH, NO_TOKEN, Epoch, Token
 from ownership.directory.lease_table import ForwardClock, LeaseTable
-from ownership.directory.memory_sessions import MemoryChainUsers, MemoryGroups, MemorySessions
-from ownership.directory.sessions import HotGroup, Session, SessionGrant
+from ownership.directory.memory_chain_users import MemoryChainUsers
 from ownership.directory.validation import (
     check_claims,
     check_lease,
@@ -62,9 +60,7 @@ class MemoryDirectory:
         self._leases = LeaseTable(self._limits.max_workers)
         self._chunks: OrderedDict[ChunkKey, dict[StateType, ArtifactRecord]] = OrderedDict()
         self._num_artifacts = 0
-        self._sessions = MemorySessions(self._limits, self._next_token)
-        self._groups = MemoryGroups(self._limits)
-        self._chain_users = MemoryChainUsers(self._limits)
+        self._chain_users = MemoryChainUsers(self._limits.max_users)
 
     def register(self, worker: Worker, lease_s: float, floor: int = 0) -> Lease:
         check_worker(worker)
@@ -166,19 +162,19 @@ class MemoryDirectory:
     def add_chain_user(self, epoch: Epoch, user: str, chunks: Sequence[ChunkKey]) -> None:
         check_name("user", user)
         with self._lock:
-            self._chain_users.add(epoch, user, chunks, self._now_if_live(epoch))
+            self._now_if_live(epoch)
+            self._chain_users.add(epoch, user, chunks)
 
     def remove_chain_user(
         self, epoch: Epoch, user: str, chunks: Sequence[ChunkKey]
     ) -> list[ChunkKey]:
         with self._lock:
-            now_s = self._now_if_live(epoch)
-            return self._chain_users.remove(epoch, user, chunks, now_s, self._is_live)
+            self._now_if_live(epoch)
+            return self._chain_users.remove(epoch, user, chunks, self._is_live)
 
-    def usage(self, chunks: Sequence[ChunkKey]) -> list[Usage]:
+    def count_users(self, chunks: Sequence[ChunkKey]) -> list[int]:
         with self._lock:
-            now_s = self._clock()
-            return [self._chain_users.usage(chunk, now_s, self._is_live) for chunk in chunks]
+            return [self._chain_users.count(chunk, self._is_live) for chunk in chunks]
 
     def reset_generation(self) -> int:
         with self._lock:
@@ -208,7 +204,7 @@ class MemoryDirectory:
                 self._chunks.move_to_end(key)
                 self._sweep_chunk(key, now_s, oldest_orphan_s)
             self._leases.forget_before(oldest_s)
-            self._chain_users.sweep(oldest_s, self._is_live)
+            self._chain_users.sweep(self._is_live)
             return before - self._num_artifacts
 
     def _sweep_chunk(self, key: ChunkKey, now_s: float, oldest_s: float) -> None:
@@ -217,48 +213,6 @@ class MemoryDirectory:
             if not listed and self._leases.has_ended_before(record.owner, oldest_s):
                 record = record._replace(owner=NO_EPOCH)
             self._put(ArtifactId(key, state_type), record._replace(replicas=listed), now_s)
-
-    def begin_turn(
-        self, epoch: Epoch, session_id: str, group: str = "", expected: Token | None = None
-    ) -> SessionGrant:
-        check_name("session_id", session_id)
-        if group:
-            check_name("group", group)
-        with self._lock:
-            now_s = self._now_if_live(epoch)
-            grant = self._sessions.begin_turn(
-                epoch, session_id, group, expected, now_s, self._is_live
-            )
-            if grant.granted and grant.session.group:
-                self._groups.use(grant.session.group, None, now_s)
-            return grant
-
-    def end_turn(
-        self,
-        epoch: Epoch,
-        session_id: str,
-        token: Token,
-        boundary: ChunkKey,
-        boundary_tokens: int,
-    ) -> SessionGrant:
-        with self._lock:
-            now_s = self._now_if_live(epoch)
-            return self._sessions.end_turn(
-                epoch, session_id, token, boundary, boundary_tokens, now_s
-            )
-
-    def sessions(self, session_ids: Sequence[str]) -> list[Session | None]:
-        with self._lock:
-            return self._sessions.get(session_ids, self._clock())
-
-    def note_group(self, epoch: Epoch, group: str, chain_end: ChunkKey) -> None:
-        check_name("group", group)
-        with self._lock:
-            self._groups.use(group, chain_end, self._now_if_live(epoch))
-
-    def hot_groups(self, limit: int) -> list[HotGroup]:
-        with self._lock:
-            return self._groups.hottest(limit, self._clock())
 
     def close(self) -> None:
         """Do nothing: there is no connection."""

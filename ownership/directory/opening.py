@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+from hetero_connector.config_values import without_password
 from ownership.directory.contract import Directory
 from ownership.directory.memory import MemoryDirectory
 
@@ -21,9 +22,8 @@ def open_directory(url: str, deadline_s: float = DEFAULT_DEADLINE_S) -> Director
     if url == MEMORY_URL:
         return MemoryDirectory()
     if not url.startswith("redis"):
-        raise ValueError(
-            f"expected {MEMORY_URL}, redis:// or rediss://, got {url.split('@')[-1]!r}"
-        )
+        shown = without_password(url)
+        raise ValueError(f"expected {MEMORY_URL}, redis:// or rediss://, got {shown!r}")
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 
 from hetero_connector.artifacts.chain import KEY_BYTES
 from ownership.directory.contract import CHECKSUM_BYTES, Claim, Worker
-from ownership.directory.sessions import MAX_NAME_BYTES
 
+MAX_NAME_BYTES = 256
+"""Longest name of a user or worker, in UTF-8."""
 MAX_PEER_BYTES = 1 << 20
 MAX_STORAGE_BYTES = 1_024
 MAX_LEASE_S = 86_400.0

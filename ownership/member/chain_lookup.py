@@ -2,7 +2,7 @@
 
 An answer that is not there by its deadline counts as no answer. After that, no request waits for
 an answer until the directory has answered in time again. So a directory that is slow or down costs
-one request its deadline, not every request.
+one request its deadline, not every request. A request waits in the engine's queue, not in a step.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
@@ -26,6 +26,10 @@ from ownership.member.live_peers import LivePeers
 
 DEADLINE_S = 0.1
 """A chain that can be computed in less time is hardly worth a question."""
+_CHUNKS_PER_DEADLINE = 1_024
+"""The deadline is longer by itself for each so many chunks, because their records are decoded
+before the answer is there: five times as long for a million tokens, which take minutes to compute.
+"""
 
 ChunkCopies = Mapping[StateType, Sequence[PeerCopy]]
 """At least one copy of each state type, the owner's first."""
@@ -69,10 +73,9 @@ class ChainLookup:
         return answer.result()
 
 
-@dataclass
-class _Question:
+class _Question(NamedTuple):
     asked_s: float
-    has_failed: bool = False
+    deadline_s: float
 
 
 class ChainLookups:
@@ -89,8 +92,8 @@ class ChainLookups:
         on_found_own: Callable[[Mapping[ArtifactId, Token]], None] = lambda _: None,
         may_adopt_from: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """`deadline_s`: how long a request waits for an answer. `on_found_own`: called on the
-        directory's thread with artifacts that the directory says this worker owns.
+        """`deadline_s`: how long a request waits for an answer about a short chain. `on_found_own`:
+        called on the directory's thread with artifacts that the directory says this worker owns.
         `may_adopt_from`: returns True for a storage whose orphaned artifacts may be read here.
         """
         self._thread = thread
@@ -109,25 +112,20 @@ class ChainLookups:
         lease = self._keeper.lease
         if lease is None or not lease.is_valid:
             return self._not_asked("alone")
-        question = _Question(now_s)
+        longer = 1.0 + len(chain) / _CHUNKS_PER_DEADLINE
+        question = _Question(now_s, longer * self._deadline_s)
         if self._breaker.is_open:
             if not self._breaker.admit():
                 # A timely answer closes the breaker. This request does not wait for it.
                 self._ask(chain, question)
             return self._not_asked("paused")
         answer = self._ask(chain, question)
-        on_late = partial(self._on_failure, question)
-        return ChainLookup(answer, now_s + self._deadline_s, self._clock, on_late)
+        on_late = partial(self._breaker.on_failure, now_s)
+        return ChainLookup(answer, now_s + question.deadline_s, self._clock, on_late)
 
     def _not_asked(self, outcome: str) -> ChainLookup:
         self._recorder.add("heterocache_directory_lookups", outcome=outcome)
         return ChainLookup(None, 0.0, self._clock, lambda: None)
-
-    def _on_failure(self, question: _Question) -> None:
-        """Count a question without a timely answer once, whichever thread notices first."""
-        if not question.has_failed:
-            question.has_failed = True
-            self._breaker.on_failure()
 
     def _ask(self, chain: Sequence[ChunkKey], question: _Question) -> Future[list[ChunkCopies]]:
         asked_s = question.asked_s
@@ -136,7 +134,7 @@ class ChainLookups:
             view = directory.lookup(chain)
             return self._readable(directory, view, chain, own, asked_s)
 
-        answer = self._thread.ask(look_up, self._deadline_s)
+        answer = self._thread.ask(look_up, question.deadline_s)
         answer.add_done_callback(lambda done: self._on_answer(done, question))
         return answer
 
@@ -145,13 +143,13 @@ class ChainLookups:
         seconds = self._clock() - question.asked_s
         if answer.exception() is not None:
             outcome = "failed"
-        elif seconds > self._deadline_s:
+        elif seconds > question.deadline_s:
             outcome = "late"
         else:
             outcome = "found" if any(answer.result()) else "nothing"
             self._breaker.on_success()
         if outcome in ("failed", "late"):
-            self._on_failure(question)
+            self._breaker.on_failure(question.asked_s)
         self._recorder.observe("heterocache_directory_lookup_seconds", seconds)
         self._recorder.add("heterocache_directory_lookups", outcome=outcome)
 
@@ -168,25 +166,25 @@ class ChainLookups:
         holders: set[Epoch] = set()
         ended: set[Epoch] = set()
         owned: dict[ArtifactId, Token] = {}
-        for index, key in enumerate(chain):
+        seen: dict[ArtifactId, Token] = {}
+        for key, records in zip(chain, view.chunks, strict=True):
             copies: dict[StateType, list[PeerCopy]] = {}
-            for state_type, record in view.chunks[index].items():
-                if record.owner == own:
-                    owned[ArtifactId(key, state_type)] = record.token
-                else:
-                    self._peers.note_token(ArtifactId(key, state_type), record.token)
-                for holder, token, copy in view.copies(index, state_type):
+            for state_type, record in records.items():
+                tokens = owned if record.owner == own else seen
+                tokens[ArtifactId(key, state_type)] = record.token
+                for holder, token, copy in view.copies_in(record):
                     if holder == own or copy.dram_offset < 0:
                         continue
                     holders.add(holder)
                     listed = _peer_copy(copy, holder, token, asked_s)
                     copies.setdefault(state_type, []).append(listed)
-                storage = view.adoptable(index, state_type)
+                storage = view.adoptable_in(record)
                 if storage and self._may_adopt_from(storage):
                     ended.add(record.owner)
                     orphan = _peer_copy(record.copy, record.owner, record.token, asked_s, storage)
                     copies.setdefault(state_type, []).append(orphan)
             found.append(copies)
+        self._peers.note_tokens(seen)
         if owned:
             self._on_found_own(owned)
         # The records name workers that joined or ended since the directory was asked for them.

@@ -136,8 +136,8 @@ class ChainUserExchange:
 
     def _ask(self, directory: Directory, chunks: list[ChunkKey]) -> None:
         is_used = {
-            chunk: usage.num_users > self._is_counted(chunk)
-            for chunk, usage in zip(chunks, directory.usage(chunks), strict=True)
+            chunk: num_users > self._is_counted(chunk)
+            for chunk, num_users in zip(chunks, directory.count_users(chunks), strict=True)
         }
         self._store.set_foreign_users(is_used, _VALID_PERIODS * self._period_s)
 

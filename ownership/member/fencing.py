@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 from hetero_connector.artifacts.record import ArtifactId
@@ -45,11 +45,15 @@ class Fence:
 
     def note_token(self, artifact: ArtifactId, token: Token) -> None:
         """Record that an owner of the artifact has this token: all owners before it have ended."""
-        self._remember(self._tokens, artifact, token)
+        self.note_tokens({artifact: token})
+
+    def note_tokens(self, tokens: Mapping[ArtifactId, Token]) -> None:
+        """Record the tokens of many artifacts at once."""
+        self._remember(self._tokens, tokens)
 
     def note_end(self, epoch: Epoch) -> None:
         """Record that the epoch has ended, or that its worker has registered again."""
-        self._remember(self._ended, epoch, Token(1))
+        self._remember(self._ended, {epoch: Token(1)})
 
     def admit(self, artifact: ArtifactId, holder: Epoch, token: Token, asked_s: float) -> bool:
         """Return True if the bytes of `holder`'s copy, listed under `token`, may be used.
@@ -79,15 +83,16 @@ class Fence:
             return False
         return token >= self._tokens.get(artifact)
 
-    def _remember(self, recent: _Recent[_K], key: _K, token: Token) -> None:
+    def _remember(self, recent: _Recent[_K], tokens: Mapping[_K, Token]) -> None:
         now_s = self._clock()
         recent.forget_before(now_s - self._horizon_s)
-        if not recent.put(key, token, now_s):
-            # Full: forget all, and refuse every answer for which it could matter.
-            self._refused_until_s = now_s
-            self._tokens.clear()
-            self._ended.clear()
-            recent.put(key, token, now_s)
+        for key, token in tokens.items():
+            if not recent.put(key, token, now_s):
+                # Full: forget all, and refuse every answer for which it could matter.
+                self._refused_until_s = now_s
+                self._tokens.clear()
+                self._ended.clear()
+                recent.put(key, token, now_s)
 
 
 class _Recent(Generic[_K]):

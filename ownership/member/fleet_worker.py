@@ -56,7 +56,11 @@ class MemberTimes:
 
     @property
     def stop_early_s(self) -> float:
-        """Serving ends so long before the lease: the thread may hang in so many calls meanwhile."""
+        """Serving ends so long before the lease: the thread may hang in so many calls meanwhile.
+
+        Calls that have to connect to a slow server may take longer. Readers then still refuse what
+        was taken over.
+        """
         return CALLS_PER_TURN * self.call_s
 
     @property

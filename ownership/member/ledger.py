@@ -71,6 +71,8 @@ class Ledger:
         self._replica_bytes = 0
         self._to_list: dict[ArtifactId, None] = {}
         """Replicas whose listing has to be sent, in order."""
+        self._unlisted_until_s: dict[ArtifactId, float] = {}
+        """Replicas of which the directory lists enough others, and when it is asked again."""
         self._releases: dict[ArtifactId, Token] = {}
         """Releases that were not answered. Until then the artifact is not claimed again, because a
         release that arrives late would undo the claim."""
@@ -107,6 +109,7 @@ class Ledger:
         self._postponed.clear()
         self._refused.clear()
         self._to_list.clear()
+        self._unlisted_until_s.clear()
         self._replicas.clear()
         self._owners.clear()
         self._num_replicas.clear()
@@ -228,7 +231,8 @@ class Ledger:
             self._releases[artifact] = token
 
     def _relist(self, artifact: ArtifactId) -> None:
-        self._to_list[artifact] = None
+        if self._clock() >= self._unlisted_until_s.get(artifact, -math.inf):
+            self._to_list[artifact] = None
 
     def _add_replica(self, claim: Claim, owner: Epoch) -> None:
         self._replicas[claim.artifact] = claim
@@ -240,6 +244,7 @@ class Ledger:
     def _drop_replica(self, artifact: ArtifactId) -> bool:
         """Forget that it is a replica. Return True if it was one."""
         self._to_list.pop(artifact, None)
+        self._unlisted_until_s.pop(artifact, None)
         claim = self._replicas.pop(artifact, None)
         if claim is not None:
             self._replica_bytes -= claim.copy.size_bytes
@@ -274,16 +279,19 @@ class Ledger:
         if listed:
             copies = [self._replicas[artifact] for artifact in listed]
             grants = directory.replicate_readonly(epoch, copies, self._ttl_s)
-            for artifact in listed:
-                del self._to_list[artifact]
-            # The owner has released these meanwhile.
-            free = [
-                claim
-                for claim, grant in zip(copies, grants, strict=True)
-                if grant.outcome is GrantOutcome.ABSENT
-            ]
-            if free:
-                self._thread.publish(free)
+            self._on_listed(copies, grants)
+
+    def _on_listed(self, copies: Sequence[Claim], grants: Sequence[Grant]) -> None:
+        until_s = self._clock() + self._ttl_s
+        free = []
+        for claim, grant in zip(copies, grants, strict=True):
+            del self._to_list[claim.artifact]
+            if grant.outcome is GrantOutcome.FULL:
+                self._unlisted_until_s[claim.artifact] = until_s
+            elif grant.outcome is GrantOutcome.ABSENT:  # the owner has released it meanwhile
+                free.append(claim)
+        if free:
+            self._thread.publish(free)
 
     def _on_released(self, releases: Mapping[ArtifactId, Token]) -> None:
         now_s = self._clock()

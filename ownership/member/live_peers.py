@@ -86,10 +86,10 @@ class LivePeers:
             ended, self._ended = self._ended, set()
         return ended
 
-    def note_token(self, artifact: ArtifactId, token: Token) -> None:
-        """Record that an owner of the artifact has this token."""
+    def note_tokens(self, tokens: Mapping[ArtifactId, Token]) -> None:
+        """Record the tokens that the artifacts' owners have."""
         with self._lock:
-            self._fence.note_token(artifact, token)
+            self._fence.note_tokens(tokens)
 
     def _is_outdated(self) -> bool:
         return self._clock() >= self._asked_s + self._lease_s

@@ -106,7 +106,9 @@ class Admission:
         self._look: asyncio.TimerHandle | None = None
         """The next look at workers; None if none waits."""
         self._intervals_s: deque[float] = deque(maxlen=64)
+        """Between two ends while requests waited: at other times they tell how much was asked."""
         self._last_end_s = math.nan
+        """Not a number before the first end since requests wait."""
 
     @property
     def queued(self) -> int:
@@ -121,9 +123,11 @@ class Admission:
         if not self._queue and self._can_run(request):
             self._placing += 1
             return
-        if len(self._queue) >= self._max_queued:
+        if len(self._queue) >= self._max_queued and not self._can_run(request):
             text = f"{self.queued} requests wait already"
             raise self._refused(Reason.QUEUE_FULL, text)
+        if not self._queue:
+            self._last_end_s = math.nan
         waiter = _Waiter(request)
         self._queue.push(waiter)
         self._on_queued(self.queued)
@@ -152,7 +156,7 @@ class Admission:
     def left(self) -> None:
         """A request has ended, so there may be room."""
         now_s = monotonic()
-        if not math.isnan(self._last_end_s):
+        if self._queue and not math.isnan(self._last_end_s):
             self._intervals_s.append(now_s - self._last_end_s)
         self._last_end_s = now_s
         self.admit()

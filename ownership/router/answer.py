@@ -9,7 +9,7 @@ from starlette.types import Send
 
 from ownership.router.doors import Api, Refusal, error_body, error_event
 from ownership.router.placer import Placed
-from ownership.router.requests import Headers
+from ownership.router.requests import Headers, named_by_connection
 
 _EVENT_BYTES = 1024 * 1024
 """Events are sent whole, up to this size."""
@@ -64,7 +64,8 @@ class Answer:
         self._has_events = is_stream and "Content-Encoding" not in response.headers
         raw = response.raw_headers
         headers = [(name.lower(), value) for name, value in raw]
-        headers = [x for x in headers if x[0] not in _OF_CONNECTION]
+        dropped = _OF_CONNECTION | named_by_connection(headers)
+        headers = [x for x in headers if x[0] not in dropped]
         await self._start(response.status, headers + placement_headers(placed))
 
     async def send(self, part: bytes) -> None:

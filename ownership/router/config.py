@@ -79,7 +79,9 @@ def _worker(place: str, entry: object) -> WorkerAddress:
             f"{place}.name", f"expected text without control characters, got {name!r}"
         )
     is_draining = values.boolean(f"{place}.drain", given.get("drain", False))
-    role = Role(values.one_of(*Role)(f"{place}.role", given.get("role", Role.BOTH)))
+    role = Role(
+        values.one_of(*(x.value for x in Role))(f"{place}.role", given.get("role", Role.BOTH))
+    )
     return WorkerAddress(name, url, is_draining, role)
 
 
@@ -252,7 +254,8 @@ class RouterConfig:
     worker_api_key: Secret = declare(
         "path",
         _secret,
-        "A file with the key that workers get in place of the client's",
+        "A file with a key of the workers, for the router's own questions and, with `api_keys`, "
+        "for requests in place of the client's",
         Secret(""),
         unset="none",
     )
@@ -347,7 +350,7 @@ def read_config(path: Path) -> RouterConfig:
     config, workers = RouterConfig(**checked), checked.get("workers", ())
     if config.workers_file is not None:
         try:
-            workers = read_workers(config.workers_file)
+            workers = (*workers, *read_workers(config.workers_file))
         except RouterConfigError as error:
             problems += [f"workers_file: {line}" for line in str(error).splitlines()]
     is_right = given.keys() <= checked.keys()

@@ -37,16 +37,14 @@ class KubernetesService(NamedTuple):
     """The name or number of one of its pods' ports; "" for the first."""
 
 
-def count(key: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 1 << 20:
-        raise ConfigError(key, f"expected a whole number from 0 to 1048576, got {value!r}")
+def count(key: str, value: object, least: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 1 << 20:
+        raise ConfigError(key, f"expected a whole number from {least} to 1048576, got {value!r}")
     return value
 
 
 def above_0(key: str, value: object) -> int:
-    if (number := count(key, value)) == 0:
-        raise ConfigError(key, "expected at least 1")
-    return number
+    return count(key, value, least=1)
 
 
 def connections(key: str, value: object) -> int:
@@ -141,7 +139,8 @@ def directory(key: str, value: object) -> str:
 
 
 def collector(key: str, value: object) -> str:
-    if not isinstance(value, str) or not value.startswith(("http://", "https://")):
+    """Check a whole URL: the exporter adds no path to it."""
+    if not isinstance(value, str) or not re.fullmatch(r"https?://[^/\s]+/\S+", value):
         raise ConfigError(key, f"expected http://host:port/path, got {value!r}")
     _need(key, "traces", "opentelemetry", "opentelemetry.exporter.otlp.proto.http")
     return value

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 _ANSWER_FIELDS = frozenset(
-    {"best_of", "echo", "logprobs", "max_completion_tokens", "min_tokens", "n", "prompt_logprobs"}
-    | {"stream_options", "top_logprobs", "use_beam_search"}
+    {"best_of", "logprobs", "max_completion_tokens", "min_tokens", "n", "stream_options"}
+    | {"top_logprobs", "use_beam_search"}
 )
 """Fields that a prefill does not need, because its answer is not used."""
 _ONE_TOKEN: Mapping[str, Mapping[str, Any]] = {
@@ -30,7 +30,7 @@ _PREFILLER_HITS = "remote_prefill_cached_tokens"
 
 
 def can_hand_off(body: object) -> bool:
-    """Return True if another worker may compute the prompt: it has one, and may be stored."""
+    """Return True if another worker may compute the prompt: only one, which is stored and read."""
     if not isinstance(body, Mapping):
         return False
     params = body.get("kv_transfer_params") or {}
@@ -43,14 +43,18 @@ def can_hand_off(body: object) -> bool:
     )
     prompt = body.get("prompt")
     is_one = not isinstance(prompt, list) or (bool(prompt) and isinstance(prompt[0], int))
-    return is_stored and is_whole and is_one
+    # vLLM reads no cache for the log-probabilities of a prompt, which `echo` may ask for.
+    is_read = body.get("prompt_logprobs") is None and not body.get("echo")
+    return is_stored and is_whole and is_one and is_read
 
 
 def prefill_body(door: str, body: Mapping[str, Any]) -> bytes:
     """Return the body for the worker that computes the prompt. `door`: its name."""
-    own = (body.get("kv_transfer_params") or {}).get("heterocache")
+    given = body.get("kv_transfer_params") or {}
+    own, tokens = given.get("heterocache"), given.get("prompt_token_ids")
     kept = {x: own[x] for x in _OF_STORED_STATE if x in own} if isinstance(own, Mapping) else {}
     params = {"do_remote_decode": True} | ({"heterocache": kept} if kept else {})
+    params |= {} if tokens is None else {"prompt_token_ids": tokens}
     short = {name: value for name, value in body.items() if name not in _ANSWER_FIELDS}
     short |= {**_ONE_TOKEN[door], "stream": False, "kv_transfer_params": params}
     return msgspec.json.encode(short)

@@ -29,7 +29,7 @@ class Progress(StrEnum):
     ANSWERING = "answering"
     ENDED = "ended"
     FAILED = "failed"
-    """The worker refused it or was lost."""
+    """The worker answered with an error or was lost."""
 
 
 class Decision(msgspec.Struct, eq=False):

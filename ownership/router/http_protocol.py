@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from ownership.router.answer import refusal_headers
 from ownership.router.doors import Api, Reason, Refusal, error_body
@@ -46,6 +51,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._max_connections, self._metrics = max_connections, metrics
         self._is_extra = False
         self._timer: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None
+        """The request that was begun last. `cycle` may be one that waits for its answer."""
         self._num_unparsed = 0
         """Bytes since the last head or piece of a body. The parser copies them at each read."""
         self._is_in_head = self._is_refused = False
@@ -66,6 +73,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -97,6 +107,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self._is_extra:
             self.cycle.keep_alive = False
+        if len(self.pipeline) == 1:  # not more of them, but the client's leaving must be seen
+            self.flow.resume_reading()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._num_unparsed = 0

@@ -62,7 +62,9 @@ class RouterMetrics:
         )
         self.wait = histogram("wait_seconds", "Time from a request's body to its dispatch")
         self.first_byte = histogram(
-            "first_byte_seconds", "Time from a request's body to its answer's first byte", ["path"]
+            "first_byte_seconds",
+            "Time from a request's body to its answer's first byte, but for errors",
+            ["path"],
         )
         self.in_flight = gauge(
             "in_flight", "Requests under way, by worker", ["worker"], multiprocess_mode="livesum"

@@ -82,7 +82,7 @@ async def open_placer(
             peers = await stack.enter_async_context(_open_peers(config.directory, metrics))
         policy = scheduling_policy(config.policy_name, Random())
         watch = FleetWatch(views, questions.servers, events=events, host_of=questions.host_of)
-        placer = PolicyPlacer(policy, views, figures, log, None, peers, watch.on_answer)
+        placer = PolicyPlacer(policy, views, figures, log, peers, watch.on_answer)
         reports = LoadReports(questions.servers, placer.on_report, config.probe_s)
         for work in (_keep_current(questions, watch, figures, placer), reports.run()):
             stack.callback(asyncio.get_running_loop().create_task(work).cancel)

@@ -110,7 +110,10 @@ class Placer(Protocol):
         ...
 
     def on_failed(self, placed: Placed, now_s: float) -> None:
-        """The worker was lost. The request may be placed again if it has had no byte."""
+        """The worker was lost, or has answered with an error.
+
+        The request may be placed again if it has had no byte.
+        """
         ...
 
 

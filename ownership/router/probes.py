@@ -32,6 +32,8 @@ class Prober:
         key = config.worker_api_key
         self._headers = PLAIN | ({"authorization": f"Bearer {key}"} if key else {})
         self._timeout = aiohttp.ClientTimeout(config.probe_timeout_s)
+        # Workers that check the clients' own keys tell their models to none without one.
+        self._excused = {404, 405} if key or config.api_keys else {401, 403, 404, 405}
 
     def follow(self) -> None:
         """Probe the workers that the set has now, and those that end what they have begun."""
@@ -93,10 +95,13 @@ class Prober:
         return None
 
     async def _get(self, worker: Worker, path: str) -> bytes:
-        """Return the answer; b"" if the worker has no such path. Raises ClientResponseError."""
+        """Return the answer; b"" if the worker has no such path, or asks for a client's key.
+
+        Raises ClientResponseError.
+        """
         url = worker.address.url + path
         async with self._session.get(url, headers=self._headers, timeout=self._timeout) as answer:
-            if answer.status not in (404, 405):
+            if answer.status not in self._excused:
                 answer.raise_for_status()
                 return await answer.read()
         return b""

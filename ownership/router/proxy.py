@@ -30,6 +30,8 @@ from ownership.router.requests import (
 from ownership.router.spans import RouterSpans
 from ownership.router.workers import Exchange, Worker, WorkerSet
 
+FIRST_ERROR = 400
+"""An answer with this status or a higher one has no token."""
 BUSY = frozenset({429, 502, 503, 504})
 """Statuses of a worker for which another one is asked, if there is another."""
 _RESENT = 1
@@ -47,12 +49,11 @@ _log = logging.getLogger(__name__)
 class _WorkerLostError(Exception):
     """The worker cannot be reached, or did not answer to the end."""
 
-    def __init__(self, problem: object, *, was_sent: bool = True, is_stale: bool = False) -> None:
-        super().__init__(str(problem) or type(problem).__name__)
-        self.was_sent = was_sent
-        """False if the worker cannot have got the request."""
-        self.is_stale = is_stale
-        """True if it closed a kept connection, perhaps without having seen the request."""
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error) or type(error).__name__)
+        self.was_sent = _was_sent(error)
+        self.can_serve = isinstance(error, aiohttp.ServerDisconnectedError)
+        """True if it may have closed a kept connection only, without having seen the request."""
 
 
 class _BusyError(Exception):
@@ -96,10 +97,10 @@ class Proxy:
         except ClientLeftError:
             reason = "client_left"
             self._metrics.left.inc()
-            return
         finally:
             spans.on_end(answer.status, reason)
-        self._metrics.requests.labels(door.name, str(answer.status)).inc()
+            if answer.status and reason != "client_left":  # also one that was cut
+                self._metrics.requests.labels(door.name, str(answer.status)).inc()
 
     async def _serve_while_connected(
         self, request: RouterRequest, receive: Receive, answer: Answer
@@ -131,7 +132,6 @@ class Proxy:
         """Send the request to workers until one answers. Raises RefusedError if none does."""
         arrived_s = monotonic()
         tried = list[Worker]()
-        resent, was_stale = 0, False
         while True:
             with request.spans.placing():
                 placed = await self.place(request, tried)
@@ -150,14 +150,13 @@ class Proxy:
                     self._metrics.cut.labels(worker.name).inc()
                     await answer.cut(request.door.api, _lost(worker))
                     return
-                if lost.is_stale and not was_stale:
-                    was_stale = True
-                    tried.remove(worker)
-                    continue
                 worker.breaker.on_failure()
-                resent += lost.was_sent
-                if resent > _RESENT or not self._workers.usable(request, tried):
+                request.times_lost += lost.was_sent
+                has_others = bool(self._workers.usable(request, tried))
+                if request.times_lost > _RESENT or not (has_others or lost.can_serve):
                     raise RefusedError(_lost(worker)) from None
+                if not has_others:
+                    tried.remove(worker)
             self._metrics.retried.labels(worker.name).inc()
 
     @property
@@ -219,11 +218,17 @@ class Proxy:
                 raise
             except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
                 self._placer.on_failed(placed, monotonic())
-                raise _as_lost(error) from error
+                raise _WorkerLostError(error) from error
             except BaseException:  # the client has left
-                self._placer.on_ended(placed, answer.num_events, monotonic())
+                self._end(placed, answer)
                 raise
-        self._placer.on_ended(placed, answer.num_events, monotonic())
+        self._end(placed, answer)
+
+    def _end(self, placed: Placed, answer: Answer) -> None:
+        if answer.status >= FIRST_ERROR:
+            self._placer.on_failed(placed, monotonic())
+        else:
+            self._placer.on_ended(placed, answer.num_events, monotonic())
 
     @contextmanager
     def under_way(self, worker: Worker) -> Iterator[Exchange]:
@@ -242,23 +247,23 @@ class Proxy:
     async def prefill(self, placed: Placed, prefill: Prefill) -> None:
         """Have another worker compute the prompt. If that fails, the one that decodes computes it.
 
-        Meanwhile the request counts at both workers.
+        Meanwhile the request counts at both workers. If this one is lost, one more gets it at most.
         """
         worker, request = prefill.worker, placed.request
         answer, problem = b"", ""
         try:
             with self.under_way(worker) as exchange:
                 async with exchange.patience:
-                    try:
-                        answer = await self._prefilled(request, prefill)
-                    except aiohttp.ServerDisconnectedError:  # a kept connection that was closed
-                        answer = await self._prefilled(request, prefill)
+                    answer = await self._prefilled(request, prefill)
             worker.breaker.on_success()
         except aiohttp.ClientResponseError as error:
             problem = f"status {error.status}"
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             worker.breaker.on_failure()
             problem = str(error) or type(error).__name__
+            if _was_sent(error):
+                request.times_lost += 1
+                request.is_whole = True
         if problem:
             _log.warning("worker %s computed no prefill: %s", worker.name, problem)
         self._metrics.prefills.labels(worker.name, "failed" if problem else "done").inc()
@@ -294,8 +299,9 @@ class Proxy:
             part = await read()
             exchange.heard_s = now_s = monotonic()
             placed.worker.breaker.on_success()
-            self._placer.on_first_byte(placed, now_s)
-            self._metrics.first_byte.labels(request.door.name).observe(now_s - arrived_s)
+            if response.status < FIRST_ERROR:
+                self._placer.on_first_byte(placed, now_s)
+                self._metrics.first_byte.labels(request.door.name).observe(now_s - arrived_s)
             if (response.content_length or _WHOLE_BYTES) < _WHOLE_BYTES:
                 part += await response.content.read()
             placed.answer_id = answer_id(part)
@@ -322,7 +328,7 @@ class Proxy:
                 URL(worker.address.url + request.target, encoded=True),
                 data=BytesIO(body) if len(body) > _LARGE_BYTES else body or None,
                 headers=CIMultiDict(
-                    (name.decode("latin-1"), value.decode("latin-1"))
+                    (name.decode("latin-1"), _as_written(value))
                     for name, value in span.headers(headers)
                 ),
                 skip_auto_headers=_SKIPPED,
@@ -333,10 +339,20 @@ class Proxy:
                 yield response
 
 
-def _as_lost(error: Exception) -> _WorkerLostError:
-    if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-        return _WorkerLostError(error, was_sent=False)
-    return _WorkerLostError(error, is_stale=isinstance(error, aiohttp.ServerDisconnectedError))
+def _was_sent(error: Exception) -> bool:
+    """Return False if the worker cannot have got the request."""
+    return not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+
+
+def _as_written(value: bytes) -> str:
+    """Decode a header's value so that aiohttp, which writes UTF-8, sends the same bytes.
+
+    It cannot send bytes that are no UTF-8: they arrive as the UTF-8 of their Latin-1 letters.
+    """
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def _lost(worker: Worker) -> Refusal:

@@ -23,6 +23,8 @@ _HOP_BY_HOP = frozenset(
 )
 """Headers of one connection, and those that the client for workers writes itself."""
 _PRIORITY = b"x-priority"
+_TRUE = frozenset({"true", "t", "yes", "y", "on", "1", "1.0"})
+"""Values that vLLM's models take for true, besides `true` itself. What they refuse, it answers."""
 
 
 class Priority(StrEnum):
@@ -49,7 +51,7 @@ class _Body(msgspec.Struct):
     """The fields that the router reads; the others are skipped."""
 
     model: str | None = None
-    stream: bool | None = None
+    stream: object = None
 
 
 @dataclass(slots=True)
@@ -71,6 +73,8 @@ class RouterRequest:
     is_stream: bool = False
     is_whole: bool = False
     """True if one worker must serve it: no prompt of it is computed at another."""
+    times_lost: int = 0
+    """Workers that may have had it when they were lost."""
     spans: RequestSpans = NO_SPANS
     tried: Container[object] = ()
     """The workers that have lost or refused it: it waits for others."""
@@ -163,7 +167,7 @@ def read_fields(request: RouterRequest) -> None:
             return
         text = f"the body is not a JSON object of this API: {error}"
         raise RefusedError(Refusal(Reason.BAD_BODY, text)) from error
-    request.model, request.is_stream = fields.model, bool(fields.stream)
+    request.model, request.is_stream = fields.model, str(fields.stream).lower() in _TRUE
 
 
 def _api_key(headers: Mapping[bytes, bytes]) -> str:
@@ -178,12 +182,20 @@ def _priority(headers: Mapping[bytes, bytes]) -> Priority:
     return Priority(given) if given in list(Priority) else Priority.NORMAL
 
 
+def named_by_connection(headers: Headers) -> frozenset[bytes]:
+    """Return the headers that are of this connection only, as `Connection` says."""
+    values = [value for name, value in headers if name == b"connection"]
+    return frozenset(x.strip().lower() for value in values for x in value.split(b","))
+
+
 def _for_worker(headers: Headers, config: RouterConfig) -> Headers:
-    """Return the headers for the worker: the client's key goes where the worker checks keys."""
-    dropped = _HOP_BY_HOP
-    if config.api_keys or config.worker_api_key:
+    """Return the headers for the worker. It gets the router's key only if the router checks keys:
+    else it checks the client's, and all who reach the router could use the router's.
+    """
+    dropped = _HOP_BY_HOP | named_by_connection(headers)
+    if config.api_keys:
         dropped |= {b"authorization", b"x-api-key"}
     kept = [(name, value) for name, value in headers if name not in dropped]
-    if config.worker_api_key:
+    if config.api_keys and config.worker_api_key:
         kept.append((b"authorization", b"Bearer " + config.worker_api_key.encode()))
     return kept

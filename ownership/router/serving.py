@@ -51,9 +51,10 @@ def serve(path: Path, processes: int = 1) -> None:
     open_files.raise_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     open_identity(config)  # a model that cannot be opened ends it here, with a clear error
+    for given in (config.port, config.ext_proc_port or 0):
+        if given:  # another router at this port would get a share of the connections
+            open_listener(config, given, is_shared=False).close()
     listener = open_listener(config)
-    if config.ext_proc_port:  # each process opens it once it serves
-        open_listener(config, config.ext_proc_port).close()
     host, port = listener.getsockname()[:2]
     _log.info("listening at http://%s:%d with %d processes", host, port, processes)
     if processes == 1:
@@ -62,17 +63,20 @@ def serve(path: Path, processes: int = 1) -> None:
         _Processes(config, port, processes, listener).run()
 
 
-def open_listener(config: RouterConfig, port: int | None = None) -> socket.socket:
+def open_listener(
+    config: RouterConfig, port: int | None = None, *, is_shared: bool = True
+) -> socket.socket:
     """Open a socket of the router's port, of which each process has one.
 
-    The kernel ends connections whose client reads nothing for `client_s`.
+    The kernel ends connections whose client reads nothing for `client_s`. Raises RouterConfigError,
+    with `is_shared` False also if any process listens at the port.
     """
     port = config.port if port is None else port
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, is_shared)
         unread_ms = math.ceil(1e3 * config.client_s)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms)
         listener.bind((config.host, port))
@@ -133,7 +137,7 @@ def make_server(
         proxy_headers=False,
         backlog=_BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(config.drain_s),
+        timeout_graceful_shutdown=math.ceil(config.drain_s),
     )
     app.state.server = server = Server(settings, config.drain_s)
     return server
@@ -167,7 +171,7 @@ class _Processes:
         try:
             while not self._is_ending:
                 for place in range(len(self._siblings)):
-                    if place not in self._children:
+                    if place not in self._children and not self._is_ending:
                         self._start(place)
                 self._reap(_RESTART_S)
             self._end_children()
@@ -199,6 +203,8 @@ class _Processes:
 
     def _end_children(self) -> None:
         deadline_s = time.monotonic() + self._config.drain_s + 5.0
+        for child in self._children.values():  # one may have been started when the signal came
+            child.terminate()
         for child in self._children.values():
             child.join(max(0.0, deadline_s - time.monotonic()))
             child.kill()

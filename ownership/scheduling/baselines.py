@@ -1,8 +1,10 @@
-"""Simple policies that fleets run today, for comparison."""
+"""Simple policies that fleets run today, for comparison.
+
+They price their choice, but do not choose by price.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ownership.scheduling.decision import PlacementDecision
@@ -10,30 +12,12 @@ from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.policy import accepting_workers
 from ownership.scheduling.step import Step, WorkerPrefix
 from ownership.scheduling.step_pricing import Route, StepPricing
-from ownership.scheduling.weights import PlacementWeights
 
 _NO_PREFIX = WorkerPrefix()
 
 
 @dataclass(frozen=True)
-class Baseline:
-    """The part these policies share: they price their choice, but do not choose by price."""
-
-    weights: PlacementWeights = field(default_factory=PlacementWeights)
-
-    def pricing(self, step: Step, fleet: FleetView, sources: Sequence[int] = ()) -> StepPricing:
-        """Price the step by the present figures. `sources`: workers a prefill may read from."""
-        return StepPricing(step, fleet, self.weights, sources)
-
-    def decision(
-        self, step: Step, fleet: FleetView, pricing: StepPricing, route: Route
-    ) -> PlacementDecision:
-        """Return the decision for `route`."""
-        return PlacementDecision(step, route, fleet.names, pricing)
-
-
-@dataclass(frozen=True)
-class Colocated(Baseline):
+class Colocated:
     """Prefill and decode at the session's worker, or at the least loaded one.
 
     The load is that of vLLM's data-parallel balancer: 4 x waiting + running requests
@@ -45,7 +29,7 @@ class Colocated(Baseline):
     name: str = "colocated"
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
-        pricing = self.pricing(step, fleet)
+        pricing = StepPricing(step, fleet)
         found = accepting_workers(pricing, range(len(fleet)))
         owner = fleet.index.get(step.owner or "")
         if self.sticky and owner in found:
@@ -53,11 +37,11 @@ class Colocated(Baseline):
         else:
             load = 4.0 * pricing.table.waiting + pricing.table.running
             at = min(found, key=load.__getitem__)
-        return self.decision(step, fleet, pricing, Route(at, at))
+        return PlacementDecision(step, Route(at, at), fleet.names, pricing)
 
 
 @dataclass(frozen=True)
-class StaticPd(Baseline):
+class StaticPd:
     """Compute every prompt in a prefill pool and decode it in a decode pool, by role.
 
     Takes the worker of each pool with the fewest queued tokens, or running decodes. A session stays
@@ -67,14 +51,14 @@ class StaticPd(Baseline):
     name: str = "static_pd"
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
-        pricing = self.pricing(step, fleet)
+        pricing = StepPricing(step, fleet)
         prefillers = accepting_workers(pricing, fleet.prefill_pool)
         decoders = accepting_workers(pricing, fleet.decode_pool)
         decode = fleet.index.get(step.owner or "")
         if decode is None or decode not in decoders:
             decode = min(decoders, key=pricing.table.running.__getitem__)
         prefill = min(prefillers, key=pricing.table.queued_tokens.__getitem__)
-        return self.decision(step, fleet, pricing, Route(decode, prefill))
+        return PlacementDecision(step, Route(decode, prefill), fleet.names, pricing)
 
 
 @dataclass
@@ -85,23 +69,22 @@ class RoundRobinPd:
     Source: `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py` in vLLM.
     """
 
-    base: Baseline = field(default_factory=Baseline)
     name: str = "round_robin_pd"
     _turn: int = field(default=0, init=False)
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
-        pricing = self.base.pricing(step, fleet)
+        pricing = StepPricing(step, fleet)
         prefillers = accepting_workers(pricing, fleet.prefill_pool)
         decoders = accepting_workers(pricing, fleet.decode_pool)
         turn, self._turn = self._turn, self._turn + 1
         decode = decoders[turn % len(decoders)]
         others = [worker for worker in prefillers if worker != decode] or [decode]
         route = Route(decode, others[turn % len(others)])
-        return self.base.decision(step, fleet, pricing, route)
+        return PlacementDecision(step, route, fleet.names, pricing)
 
 
 @dataclass(frozen=True)
-class PrefixAware(Baseline):
+class PrefixAware:
     """Take the longest prefix while loads are balanced, else the least loaded worker.
 
     The rule and its defaults are those of SGLang's cache-aware router (`--cache-threshold`,
@@ -118,7 +101,7 @@ class PrefixAware(Baseline):
     name: str = "prefix_aware"
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
-        pricing = self.pricing(step, fleet)
+        pricing = StepPricing(step, fleet)
         found = accepting_workers(pricing, range(len(fleet)))
         table = pricing.table
         load = (table.waiting + table.running).tolist()
@@ -130,4 +113,4 @@ class PrefixAware(Baseline):
         if not unbalanced and longest > self.cache_threshold * step.prompt_tokens:
             holders = [i for i in found if matched[i] == longest]
             at = min(holders, key=load.__getitem__)
-        return self.decision(step, fleet, pricing, Route(at, at))
+        return PlacementDecision(step, Route(at, at), fleet.names, pricing)

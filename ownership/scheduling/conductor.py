@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ownership.scheduling.baselines import Baseline
 from ownership.scheduling.decision import PlacementDecision
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.policy import accepting_workers, holders
@@ -28,7 +27,6 @@ class Conductor:
 
     threshold: float = 2.0
     """`kvcache_balancing_threshold`; the paper names no value."""
-    base: Baseline = field(default_factory=Baseline)
     name: str = "conductor"
 
     def __post_init__(self) -> None:
@@ -36,11 +34,11 @@ class Conductor:
             raise ValueError(f"threshold is a ratio of at least 1, got {self.threshold}")
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
-        pricing = self.base.pricing(step, fleet, holders(step, fleet)[:1])
+        pricing = StepPricing(step, fleet, sources=holders(step, fleet)[:1])
         prefillers = accepting_workers(pricing, fleet.prefill_pool)
         prefill, source = self._prefill(step, fleet, pricing, prefillers)
         decode = self._decode(step, fleet, pricing)
-        return self.base.decision(step, fleet, pricing, Route(decode, prefill, source))
+        return PlacementDecision(step, Route(decode, prefill, source), fleet.names, pricing)
 
     def _prefill(
         self, step: Step, fleet: FleetView, pricing: StepPricing, found: Sequence[int]

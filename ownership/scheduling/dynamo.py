@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from ownership.scheduling.baselines import Baseline
 from ownership.scheduling.decision import PlacementDecision
 from ownership.scheduling.fleet import FleetView, Floats, Role
 from ownership.scheduling.policy import accepting_workers
@@ -48,7 +47,6 @@ class Dynamo:
     affinity: bool = False
     """True: a session stays at its worker while that accepts requests (`session_affinity`, mode
     hard, with a time to live that no session outlives)."""
-    base: Baseline = field(default_factory=Baseline)
     name: str = "dynamo"
 
     def __post_init__(self) -> None:
@@ -56,7 +54,7 @@ class Dynamo:
             raise ValueError(f"prefill_scale is at least 0 and finite, got {self.prefill_scale}")
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
-        pricing = self.base.pricing(step, fleet)
+        pricing = StepPricing(step, fleet)
         has_pools = {Role.PREFILL, Role.DECODE} <= set(fleet.roles)
         found = accepting_workers(pricing, fleet.decode_pool if has_pools else range(len(fleet)))
         credits = self.credits(step, fleet)
@@ -72,7 +70,7 @@ class Dynamo:
             active = pricing.table.queued_tokens + step.prompt_tokens
             pool = accepting_workers(pricing, fleet.prefill_pool)
             prefill = self._least(np.maximum(active - credits, 0.0), pool)
-        return self.base.decision(step, fleet, pricing, Route(at, prefill))
+        return PlacementDecision(step, Route(at, prefill), fleet.names, pricing)
 
     def credits(self, step: Step, fleet: FleetView) -> Floats:
         """Return `[workers]`: tokens of the prompt that need not be computed, weighted by tier."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from ownership.scheduling.baselines import Baseline
 from ownership.scheduling.decision import PlacementDecision
 from ownership.scheduling.fleet import FleetView, Floats
 from ownership.scheduling.policy import accepting_workers
@@ -32,7 +31,6 @@ class DynamoKv:
     temperature: float = 0.0
     """0: greedy."""
     overlap_weight: float = 2.0
-    base: Baseline = field(default_factory=Baseline)
     name: str = "dynamo_kv"
 
     def __post_init__(self) -> None:
@@ -40,11 +38,11 @@ class DynamoKv:
             raise ValueError(f"temperature is at least 0 and finite, got {self.temperature}")
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
-        pricing = self.base.pricing(step, fleet)
+        pricing = StepPricing(step, fleet)
         found = accepting_workers(pricing, range(len(fleet)))
         logits = self.logits(step, fleet, pricing)[found]
         at = found[self._draw(logits) if self.temperature else int(logits.argmax())]
-        return self.base.decision(step, fleet, pricing, Route(at, at))
+        return PlacementDecision(step, Route(at, at), fleet.names, pricing)
 
     def logits(self, step: Step, fleet: FleetView, pricing: StepPricing) -> Floats:
         """Return `[workers]`; a higher value is better."""

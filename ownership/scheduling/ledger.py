@@ -259,9 +259,10 @@ class Ledger:
         flight = self._in_flight.get(request)
         if flight is None:
             return
-        self.output_tokens += _OUTPUT_WEIGHT * (output_tokens - self.output_tokens)
-        worker = self._workers[flight.at]
-        worker.residence_s += _RESIDENCE_WEIGHT * (now_s - flight.since_s - worker.residence_s)
+        if not flight.new_tokens:  # one without a first token tells nothing of answers
+            self.output_tokens += _OUTPUT_WEIGHT * (output_tokens - self.output_tokens)
+            worker = self._workers[flight.at]
+            worker.residence_s += _RESIDENCE_WEIGHT * (now_s - flight.since_s - worker.residence_s)
         self._remove(request, flight, now_s)
 
     def failed(self, request: Hashable, now_s: float) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from ownership.scheduling.baselines import Baseline
 from ownership.scheduling.decision import PlacementDecision
 from ownership.scheduling.fleet import FleetView, Floats
 from ownership.scheduling.policy import accepting_workers
@@ -45,11 +44,10 @@ class PredictedLatency:
     max_penalty_s: float = 5.0
     """Longer waiting for a worker with the prefix than for another makes the prefix not count."""
     explored_share: float = 0.01
-    base: Baseline = field(default_factory=Baseline)
     name: str = "predicted_latency"
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
-        pricing = self.base.pricing(step, fleet)
+        pricing = StepPricing(step, fleet)
         found = accepting_workers(pricing, range(len(fleet)))
         ttft_s, token_s = pricing.local_ready_s, self.token_s(step, pricing)
         headroom = np.array((self.ttft_objective_s - ttft_s, self.token_objective_s - token_s))
@@ -57,7 +55,7 @@ class PredictedLatency:
         found = self._by_objectives(headroom, found)
         found = self._with_prefix(step, fleet, ttft_s, found, 0.80)
         at = self._draw(headroom, pricing.table.running + pricing.table.waiting, found)
-        return self.base.decision(step, fleet, pricing, Route(at, at))
+        return PlacementDecision(step, Route(at, at), fleet.names, pricing)
 
     def token_s(self, step: Step, pricing: StepPricing) -> Floats:
         """Return `[workers]`: seconds of a decode step with the request in it.

@@ -20,6 +20,8 @@ from ownership.scheduling.roles import Leaning
 from ownership.scheduling.step import Step
 from ownership.scheduling.weights import PlacementWeights
 
+_WEIGHTS = PlacementWeights()
+
 
 class Route(NamedTuple):
     """The workers that serve a step, by index."""
@@ -74,7 +76,7 @@ class StepPricing:
         self,
         step: Step,
         fleet: FleetView,
-        weights: PlacementWeights,
+        weights: PlacementWeights = _WEIGHTS,
         sources: Sequence[int] = (),
         leaning: Leaning | None = None,
     ) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange, Tier
-from hetero_connector.store.catalog.evictability import Evictability
+from hetero_connector.store.catalog.evictability import Evictability, evictability
 from hetero_connector.store.catalog.nodes import Artifact
 from tests.artifacts.trees import CHUNK, DENSE, WINDOW, A, B, C, Tree, chunk, slot
 
@@ -130,13 +130,13 @@ def test_a_detached_chunk_keeps_its_place_in_the_chain(tree: Tree) -> None:
 
 def test_another_workers_copy_may_leave_dram_once_what_rests_on_it_is_on_ssd(tree: Tree) -> None:
     theirs, ours = replica(tree.put(A)), tree.put(B)
-    assert tree.index.evictability(theirs, Tier.DRAM) is Evictability.BLOCKED
+    assert evictability(theirs, Tier.DRAM) is Evictability.BLOCKED
     tree.offered.clear()
     tree.index.attach(ours, slot(Tier.SSD, DENSE))
     assert theirs in tree.offered
-    assert tree.index.evictability(theirs, Tier.DRAM) is Evictability.BACKED
+    assert evictability(theirs, Tier.DRAM) is Evictability.BACKED
     tree.index.detach(ours, Tier.DRAM)
-    assert tree.index.evictability(theirs, Tier.DRAM) is Evictability.FREE
+    assert evictability(theirs, Tier.DRAM) is Evictability.FREE
     tree.index.remove(theirs)
     assert tree.index.num_missing == 1
     tree.index.check_integrity()
@@ -146,29 +146,29 @@ def test_of_several_chunks_that_rest_on_it_one_in_dram_alone_holds_it(tree: Tree
     theirs = replica(tree.put(A))
     tree.put(B, DENSE, BOTH)
     alone = tree.put(chunk("b2", A))
-    assert tree.index.evictability(theirs, Tier.DRAM) is Evictability.BLOCKED
+    assert evictability(theirs, Tier.DRAM) is Evictability.BLOCKED
     tree.offered.clear()
     tree.index.remove(alone)
     assert theirs in tree.offered
-    assert tree.index.evictability(theirs, Tier.DRAM) is Evictability.BACKED
+    assert evictability(theirs, Tier.DRAM) is Evictability.BACKED
 
 
 def test_a_chain_of_copies_leaves_from_its_end(tree: Tree) -> None:
     first, second = replica(tree.put(A)), replica(tree.put(B))
     tree.put(C, DENSE, SSD)
-    assert tree.index.evictability(first, Tier.DRAM) is Evictability.BLOCKED
-    assert tree.index.evictability(second, Tier.DRAM) is Evictability.FREE
+    assert evictability(first, Tier.DRAM) is Evictability.BLOCKED
+    assert evictability(second, Tier.DRAM) is Evictability.FREE
     tree.offered.clear()
     tree.index.remove(second)
     assert first in tree.offered
-    assert tree.index.evictability(first, Tier.DRAM) is Evictability.FREE
+    assert evictability(first, Tier.DRAM) is Evictability.FREE
 
 
 def test_what_became_ours_and_is_not_written_is_not_held_by_what_is(tree: Tree) -> None:
     """Its owner died, and the write budget has nothing left."""
     promoted = tree.put(A)
     tree.put(B, DENSE, SSD)
-    assert tree.index.evictability(promoted, Tier.DRAM) is Evictability.FREE
+    assert evictability(promoted, Tier.DRAM) is Evictability.FREE
 
 
 def test_our_last_copy_above_a_missing_range_stays_on_ssd_and_may_leave_dram(tree: Tree) -> None:
@@ -184,23 +184,23 @@ def test_our_last_copy_above_a_missing_range_stays_on_ssd_and_may_leave_dram(tre
         tree.offered.clear()
         tree.index.remove(gap)
         assert ours in tree.offered
-        assert tree.index.evictability(ours, tiers[0]) is expected
+        assert evictability(ours, tiers[0]) is expected
 
 
 def test_a_last_artifact_may_leave_dram_once_all_below_is_on_ssd(tree: Tree) -> None:
     window, below = tree.put(A, WINDOW), tree.put(B, DENSE)
-    assert tree.index.evictability(window, Tier.DRAM) is Evictability.BLOCKED
+    assert evictability(window, Tier.DRAM) is Evictability.BLOCKED
     tree.offered.clear()
     tree.index.attach(below, slot(Tier.SSD, DENSE))
     assert window in tree.offered
-    assert tree.index.evictability(window, Tier.DRAM) is Evictability.FREE
+    assert evictability(window, Tier.DRAM) is Evictability.FREE
 
 
 def test_a_copy_of_a_chunk_with_a_checkpoint_of_our_own_leaves_it_behind(tree: Tree) -> None:
     theirs, ours = replica(tree.put(A)), tree.put(A, WINDOW, SSD)
     tree.put(B, DENSE, SSD)
-    assert tree.index.evictability(theirs, Tier.DRAM) is Evictability.FREE
+    assert evictability(theirs, Tier.DRAM) is Evictability.FREE
     tree.index.remove(theirs)
     assert tree.index.num_missing == 0
     assert tree.index.match([A, B])[0].tiers == {WINDOW: Tier.SSD}
-    assert tree.index.evictability(ours, Tier.SSD) is Evictability.BLOCKED
+    assert evictability(ours, Tier.SSD) is Evictability.BLOCKED

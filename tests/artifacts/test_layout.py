@@ -149,3 +149,14 @@ def test_the_boundaries_of_handoffs() -> None:
     )
     model = replace(MODEL, layers=(FULL, recurrent), alignment=48, exact_handoffs=True)
     assert model.handoff_step == 48
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("others", [(FULL,), (FULL, WINDOW)])
+def test_a_model_with_rings_is_handed_off_on_its_grid(
+    others: tuple[LayerSpec, ...], exact: bool
+) -> None:
+    """A ring has the rows of an open compression block, which are not stored."""
+    ring = replace(FULL, state_type=StateType.TAIL_STATE, restore_rule=RestoreRule.NOTHING)
+    model = replace(MODEL, layers=(*others, ring), alignment=48, exact_handoffs=exact)
+    assert (model.handoff_step, model.handoff_end(1002)) == (48, 960)

@@ -149,6 +149,46 @@ def test_code_and_shard_index_count_trainer_leftovers_do_not(tmp_path: Path) -> 
         assert weights_digest(model_dir(tmp_path / name, {**base, name: b"1"})) != reference
 
 
+def test_weights_in_a_subfolder_count(tmp_path: Path) -> None:
+    """Some models have an audio encoder, or all of their weights, in a folder of its own."""
+    base = {"model.safetensors": b"w" * 100}
+    digests = {weights_digest(model_dir(tmp_path / "base", base))}
+    for folder, content in (("whisper", b"1"), ("whisper", b"2"), ("other", b"1")):
+        where = model_dir(tmp_path / f"{folder}{content!r}", base)
+        model_dir(where / folder, {"model.safetensors": content})
+        digests.add(weights_digest(where))
+    only = model_dir(tmp_path / "only" / "transformer", base).parent
+    digests.add(weights_digest(only))
+    assert len(digests) == 5
+    (only / "transformer" / "model.safetensors").unlink()
+    (only / "transformer" / "model.safetensors").symlink_to("pruned-blob")
+    with pytest.raises(IdentityError, match=r"cannot read .*model\.safetensors"):
+        weights_digest(only)
+
+
+@pytest.mark.parametrize("folder", ["original", "checkpoint-500", ".cache", "a/b", "lost+found"])
+def test_folders_that_vllm_does_not_load_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    reference = weights_digest(model_dir(tmp_path / "base", {"model.safetensors": b"w" * 100}))
+    model_dir(tmp_path / "base" / folder, {"model.safetensors": b"other"})
+    readable = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: "lost" not in str(path) and readable(path, mode)
+    )
+    assert weights_digest(tmp_path / "base") == reference
+
+
+def test_code_may_be_elsewhere_than_the_weights(tmp_path: Path) -> None:
+    weights, index = {"model.safetensors": b"w"}, {"model.safetensors.index.json": b"i"}
+    whole = model_dir(tmp_path / "whole", {**weights, **index, "modeling_x.py": b"1"})
+    apart = model_dir(tmp_path / "weights", {**weights, **index})
+    code = model_dir(tmp_path / "code", {"modeling_x.py": b"1"})
+    assert weights_digest(apart, code) == weights_digest(whole)
+    (code / "modeling_x.py").write_bytes(b"2")
+    assert weights_digest(apart, code) != weights_digest(whole)
+
+
 def test_a_symlinked_cache_a_copy_and_a_moved_directory_are_the_same_model(tmp_path: Path) -> None:
     content = safetensors({"a": bytes(100)})
     plain = model_dir(tmp_path / "plain", {"model.safetensors": content})
@@ -295,6 +335,10 @@ def test_a_repo_id_is_found_in_the_local_cache_at_its_revision(
         source = locate_model("org/name", revision)
         assert source.path == repo / "snapshots" / commit
         assert source.revision == commit
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "another"))
+    assert locate_model("org/name", None, str(tmp_path)).path == repo / "snapshots" / commit
+    with pytest.raises(IdentityError, match="--download-dir"):
+        locate_model("org/name")
 
 
 @pytest.mark.parametrize("model", ["org/absent", "not a repo id", "/no/such/path"])
@@ -303,5 +347,5 @@ def test_the_error_of_a_missing_model_says_what_to_pass(
 ) -> None:
     constants = importlib.import_module("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(IdentityError, match="Pass a local path, or a revision"):
+    with pytest.raises(IdentityError, match=r"Pass a local path, or a revision .*download-dir\)$"):
         locate_model(model, "v1")

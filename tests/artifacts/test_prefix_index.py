@@ -2,7 +2,7 @@ import pytest
 
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, Tier
 from hetero_connector.store.catalog import index as index_module
-from hetero_connector.store.catalog.evictability import Evictability
+from hetero_connector.store.catalog.evictability import Evictability, evictability
 from tests.artifacts.trees import DENSE, WINDOW, A, B, C, Tree, chunk, slot
 
 
@@ -37,7 +37,7 @@ def test_an_unsealed_artifact_is_invisible_but_found(tree: Tree) -> None:
     artifact = tree.index.add(A, DENSE, 100)
     assert tree.index.match([A]) == []
     assert tree.index.find(ArtifactId(A.key, DENSE)) is artifact
-    assert tree.index.evictability(artifact, Tier.DRAM) is Evictability.BLOCKED
+    assert evictability(artifact, Tier.DRAM) is Evictability.BLOCKED
 
 
 def test_what_match_answered_does_not_change_later(tree: Tree) -> None:
@@ -50,31 +50,31 @@ def test_what_match_answered_does_not_change_later(tree: Tree) -> None:
 
 def test_the_last_copy_of_a_parent_stays_while_a_child_holds_the_type(tree: Tree) -> None:
     parent, child = tree.put(A), tree.put(B)
-    assert tree.index.evictability(parent, Tier.DRAM) is Evictability.BLOCKED
-    assert tree.index.evictability(child, Tier.DRAM) is Evictability.FREE
+    assert evictability(parent, Tier.DRAM) is Evictability.BLOCKED
+    assert evictability(child, Tier.DRAM) is Evictability.FREE
     tree.offered.clear()
     tree.index.remove(child)
     assert tree.offered[-1] is parent
-    assert tree.index.evictability(parent, Tier.DRAM) is Evictability.FREE
+    assert evictability(parent, Tier.DRAM) is Evictability.FREE
     tree.index.check_integrity()
 
 
 def test_a_child_being_saved_keeps_its_parent(tree: Tree) -> None:
     parent = tree.put(A)
     tree.index.add(B, DENSE, 100)
-    assert tree.index.evictability(parent, Tier.DRAM) is Evictability.BLOCKED
+    assert evictability(parent, Tier.DRAM) is Evictability.BLOCKED
 
 
 def test_a_copy_backed_by_ssd_may_leave_dram_after_the_leaves(tree: Tree) -> None:
     both = (Tier.DRAM, Tier.SSD)
     parent, child = tree.put(A, DENSE, both), tree.put(B, DENSE, both)
-    assert tree.index.evictability(parent, Tier.DRAM) is Evictability.BACKED
-    assert tree.index.evictability(child, Tier.DRAM) is Evictability.FREE
-    assert tree.index.evictability(parent, Tier.SSD) is Evictability.BLOCKED
+    assert evictability(parent, Tier.DRAM) is Evictability.BACKED
+    assert evictability(child, Tier.DRAM) is Evictability.FREE
+    assert evictability(parent, Tier.SSD) is Evictability.BLOCKED
     tree.offered.clear()
     tree.index.detach(child, Tier.DRAM)
     assert tree.offered == [parent]
-    assert tree.index.evictability(parent, Tier.DRAM) is Evictability.FREE
+    assert evictability(parent, Tier.DRAM) is Evictability.FREE
     assert tree.index.match([A, B])[1].tiers == {DENSE: Tier.SSD}
 
 
@@ -82,22 +82,22 @@ def test_an_ssd_copy_backed_by_dram_may_leave_if_no_child_is_on_ssd(tree: Tree) 
     both = (Tier.DRAM, Tier.SSD)
     top, middle = tree.put(A, DENSE, both), tree.put(B, DENSE, both)
     tree.put(C, DENSE)
-    assert tree.index.evictability(top, Tier.SSD) is Evictability.BLOCKED
-    assert tree.index.evictability(middle, Tier.SSD) is Evictability.BACKED
+    assert evictability(top, Tier.SSD) is Evictability.BLOCKED
+    assert evictability(middle, Tier.SSD) is Evictability.BACKED
     tree.offered.clear()
     tree.index.detach(middle, Tier.SSD)
     assert top in tree.offered
-    assert tree.index.evictability(top, Tier.SSD) is Evictability.BACKED
+    assert evictability(top, Tier.SSD) is Evictability.BACKED
     tree.index.check_integrity()
 
 
 def test_the_last_artifact_of_a_chunk_stays_while_it_has_children(tree: Tree) -> None:
     window = tree.put(A, WINDOW)
     child = tree.put(B, DENSE)
-    assert tree.index.evictability(window, Tier.DRAM) is Evictability.BLOCKED
+    assert evictability(window, Tier.DRAM) is Evictability.BLOCKED
     tree.put(A, DENSE)
     assert window in tree.offered
-    assert tree.index.evictability(window, Tier.DRAM) is Evictability.FREE
+    assert evictability(window, Tier.DRAM) is Evictability.FREE
     tree.index.remove(child)
     tree.index.check_integrity()
 
@@ -105,7 +105,7 @@ def test_the_last_artifact_of_a_chunk_stays_while_it_has_children(tree: Tree) ->
 def test_pinned_is_held(tree: Tree) -> None:
     artifact = tree.put(A)
     artifact.pins = 1
-    assert tree.index.evictability(artifact, Tier.DRAM) is Evictability.BLOCKED
+    assert evictability(artifact, Tier.DRAM) is Evictability.BLOCKED
 
 
 def test_empty_nodes_disappear_up_the_chain(tree: Tree) -> None:

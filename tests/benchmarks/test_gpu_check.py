@@ -172,7 +172,7 @@ def test_what_compute_sanitizer_finds(
     assert (found.verdict, found.summary) == (verdict, summary)
     calls = arguments.read_text().splitlines()
     assert [call.split()[1] for call in calls] == ["memcheck", "racecheck"]
-    assert calls[0].endswith("--small --no-files --only layouts --only gather")
+    assert calls[0].endswith("--small --no-files --only layouts")
 
 
 def test_the_second_process_s_error_is_told(

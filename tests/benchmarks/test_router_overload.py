@@ -20,8 +20,9 @@ def test_a_router_under_overload_serves_some_and_refuses_the_others_with_a_reaso
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(router_overload, "IN_FLIGHT", 2)
-    monkeypatch.setattr(router_overload, "CAPACITY_PER_S", 2.0)
-    figures = asyncio.run(router_overload.measure(8.0))
+    monkeypatch.setattr(router_overload, "SERVICE_S", 0.5)
+    monkeypatch.setattr(router_overload, "CAPACITY_PER_S", 8.0)
+    figures = asyncio.run(router_overload.measure(3.0))
     assert figures["goodput_of_capacity"] > 0.0
     assert figures["refused_share_10x"] > 0.0
     assert figures["silent"] == figures["hung"] == 0

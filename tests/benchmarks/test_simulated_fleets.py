@@ -127,8 +127,8 @@ def test_the_report_says_how_it_was_made() -> None:
 
 
 def test_the_most_sessions_of_a_gpu_are_searched_for() -> None:
-    study = Study("capacity", "agents", DENSE, (), first_population=2)
-    point = StudyPoint("colocated", workers=1, begin_s=50.0, end_s=150.0, study="capacity")
+    study = Study("capacity", "agents", DENSE, (), first_population=32)
+    point = StudyPoint("colocated", workers=1, begin_s=15.0, end_s=30.0, study="capacity")
     found = result_of(study, agents(12), point)["figures"]
     assert 0 < found["sessions_per_gpu_99"] <= found["sessions_per_gpu_90"] < 1_024
     late = result_of(study, agents(12), replace(point, costs="weights_s=8"))["figures"]

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 from heterocache_cuda import kernels
-from heterocache_cuda.ahead_of_time import ARCHITECTURES, Compiled, compile_gather, compile_mover
+from heterocache_cuda.ahead_of_time import ARCHITECTURES, Compiled, compile_mover
 from heterocache_cuda.mover import Mode, Tile
 from triton import knobs
 
@@ -23,7 +23,7 @@ ODD_PAGES = Tile.of(4096 + 8, 8)
 TILES = [WHOLE_PAGES, SMALL_PAGES, TINY_ROWS, HEADS_OF_TOKENS, LATENTS, V4_ROWS, ODD_PAGES]
 NARROW_TILES = [Tile.of(36, 4), Tile.of(6, 2), Tile.of(4095, 1), Tile.of(1, 1)]
 TABLE_ENTRY = {8}
-"""Bytes of the numbers that a program reads about its job, or of an index."""
+"""Bytes of the numbers that a program reads about its job."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,16 +53,6 @@ def test_pages_at_odd_addresses_are_moved_by_narrow_accesses(tile: Tile) -> None
         assert_wide(compile_mover(90, mode, tile), tile)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("page_rows", [0, 64], ids=["rows", "tokens"])
-def test_rows_are_gathered_by_accesses_of_their_alignment(
-    architecture: int, page_rows: int
-) -> None:
-    for row_bytes, alignment in ((656, 16), (1152, 16), (584, 8)):
-        tile = Tile.of(row_bytes, alignment)
-        assert_wide(compile_gather(architecture, tile, page_rows), tile)
-
-
 MOVER_HINTS = [
     "pages = tl.multiple_of(tl.load(job).to(pointer), ALIGNMENT)",
     "block_stride = tl.multiple_of(tl.load(job + 1) // element_bytes, multiple)",
@@ -71,14 +61,6 @@ MOVER_HINTS = [
     "first_stride = tl.multiple_of(tl.load(job + 12) // element_bytes, multiple)",
     "second_stride = tl.multiple_of(tl.load(job + 13) // element_bytes, multiple)",
     "third_stride = tl.multiple_of(tl.load(job + 14) // element_bytes, multiple)",
-]
-GATHER_HINTS = [
-    "row_words = tl.multiple_of((row_bytes // element_bytes).to(tl.int32), multiple)",
-    "page_words = tl.multiple_of(page_stride // element_bytes, multiple)",
-    "source_words = tl.multiple_of(row_stride // element_bytes, multiple)",
-    "target_words = tl.multiple_of(target_stride // element_bytes, multiple)",
-    "first_source = tl.multiple_of(source.to(pointer), ALIGNMENT)",
-    "first_target = tl.multiple_of(target.to(pointer), ALIGNMENT)",
 ]
 
 
@@ -103,11 +85,4 @@ def kernels_without(hint: str, folder: Path) -> ModuleType:
 def test_without_a_hint_the_mover_has_narrower_accesses(hint: str, tmp_path: Path) -> None:
     kernel = kernels_without(hint, tmp_path).move_pages
     code = compile_mover(90, Mode.LOAD, LATENTS, kernel)
-    assert 16 not in code.load_widths & code.store_widths
-
-
-@pytest.mark.parametrize("hint", GATHER_HINTS, ids=lambda hint: hint.split()[0])
-def test_without_a_hint_the_gather_has_narrower_accesses(hint: str, tmp_path: Path) -> None:
-    kernel = kernels_without(hint, tmp_path).gather_rows
-    code = compile_gather(90, Tile.of(656, 16), 64, kernel)
     assert 16 not in code.load_widths & code.store_widths

@@ -84,6 +84,16 @@ def test_every_metric_is_on_a_dashboard() -> None:
 
 
 @pytest.mark.parametrize("board", DASHBOARDS, ids=lambda board: board.name)
+def test_what_is_counted_per_second_says_so(board: Dashboard) -> None:
+    is_rate = re.compile(r"sum( by \([^()]*\))? \(rate\([^()]*\)\)").fullmatch
+    for panel in board.as_json()["panels"]:
+        if panel["type"] != "row":
+            rates = [is_rate(target["expr"]) is not None for target in panel["targets"]]
+            unit = panel["fieldConfig"]["defaults"]["unit"]
+            assert (unit in ("cps", "Bps")) == all(rates), panel["title"]
+
+
+@pytest.mark.parametrize("board", DASHBOARDS, ids=lambda board: board.name)
 def test_panels_do_not_overlap_and_have_a_description(board: Dashboard) -> None:
     taken = set[tuple[int, int]]()
     for panel in board.as_json()["panels"]:

@@ -20,6 +20,7 @@ from heterocache_cuda.mover import Mode
 from examples.checkpoints import write_checkpoint
 from examples.serving import engine_arguments, engine_environment
 from hetero_connector.artifacts.record import Tier
+from hetero_connector.config import KEYS, HeteroConfig
 from hetero_connector.engine import calibration
 from hetero_connector.engine.calibration import _Computed
 from hetero_connector.planner.compute_model import ComputeRegression
@@ -160,6 +161,33 @@ def test_copy_engines_are_measured_on_a_gpu(
     found = calibration.calibrate("a-model", {}, None, 1.0).profile.copy_engines
     assert found == (CopyEngines(None, 65536) if is_on_cuda else None)
     assert measured == ([torch.device("cuda", 3)] if is_on_cuda else [])
+
+
+def test_it_takes_the_keys_that_the_engine_will_be_served_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as calibrating does itself
+    monkeypatch.setattr(FakeEngine, "is_on_cuda", False)
+    taken: list[HeteroConfig] = []
+
+    def start(model: str, arguments: object, extra: dict[str, object]) -> FakeEngine:
+        taken.append(HeteroConfig.from_extra_config(extra))
+        return FakeEngine()
+
+    monkeypatch.setattr(calibration, "_Engine", start)
+    served = {key.name: getattr(HeteroConfig(), key.name) for key in KEYS}
+    served |= {"directory": "memory://", "worker_name": "w", "peer_host": "127.0.0.1"}
+    served |= {"ssd_dir": str(tmp_path), "ssd_gib": 0.1, "ssd_write_gib_per_day": 1.0}
+    served |= {"dram_gib": 0.5, "chunk_tokens": 512, "adopt_from": str(tmp_path)}
+    served |= {"planner_profile": __file__, "eviction": "value", "exact_handoffs": True}
+    assert HeteroConfig.from_extra_config(served).directory == "memory://"
+    for ssd_dir in (None, tmp_path):
+        calibration.calibrate("a-model", {}, ssd_dir, 0.25, served)
+    in_dram, on_ssd = taken
+    assert (in_dram.chunk_tokens, in_dram.eviction, in_dram.exact_handoffs) == (512, "value", True)
+    assert (in_dram.directory, in_dram.ssd_dir, in_dram.planner_profile) == ("", None, None)
+    assert on_ssd.ssd_dir is not None
+    assert (on_ssd.ssd_dir.parent, on_ssd.ssd_write_gib_per_day) == (tmp_path, None)
 
 
 def test_a_gpu_that_cannot_be_measured_does_not_cost_the_profile(

@@ -21,16 +21,17 @@ from hetero_connector.engine.scheduler.block_events import EventGroup
 from hetero_connector.engine.scheduler.clearings import Clearings
 from hetero_connector.engine.scheduler.commands import pack_tokens
 from hetero_connector.engine.scheduler.idle_steps import IdleSteps, Loop
-from hetero_connector.engine.scheduler.session_book import SessionBook
+from hetero_connector.engine.scheduler.session_book import PromptName, SessionBook
 from hetero_connector.engine.scheduler.status_socket import ask
 from hetero_connector.engine.scheduler.step_calls import StepCalls
 from hetero_connector.errors import CommandError, StoreError
 from hetero_connector.session_ids import session_key
 from hetero_connector.spec import ModelSpec, StateType
+from hetero_connector.store.ssd.journal import Journal
 from tests.engine.fakes import HYBRID, FakeRequest
 from tests.engine.stepped import CHUNK, Engine, tokens
 from tests.interleaving import try_every_switch
-from tests.store.filling import until
+from tests.store.filling import Clock, until
 
 Start = Callable[..., Engine]
 DRAM_BYTES = 100_000
@@ -106,6 +107,48 @@ def test_a_cleared_session_leaves_what_others_share_with_it(start: Start) -> Non
     assert stored(engine, other) == 256
     with pytest.raises(CommandError, match="no such session"):
         do(engine, "clear", session="one")
+
+
+def test_a_cleared_session_is_out_of_the_journal_before_the_answer(
+    start: Start, tmp_path: Path
+) -> None:
+    engine = start(ssd_dir=tmp_path, ssd_bytes=1 << 22)
+    engine.run(turn("a", session_id="s"))
+    assert engine.store.flush(60)
+    assert rows_in_journal(engine) > 3
+    answer = do(engine, "clear", session="s")
+    assert answer == {"cleared": "session", "chunks": 3, "pages": True, "kept": True}
+    assert rows_in_journal(engine) == 0
+
+
+def rows_in_journal(engine: Engine) -> int:
+    assert engine.store.folder is not None
+    journal = Journal.open_copy(engine.store.folder / "journal.sqlite")
+    try:
+        return journal.count()
+    finally:
+        journal.close()
+
+
+def test_a_session_is_cleared_though_the_journal_does_not_take_it(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_JOURNAL_S", 0.05)
+    engine = start(ssd_dir=tmp_path, ssd_bytes=1 << 22)
+    request = turn("a", session_id="s")
+    engine.run(request)
+    assert engine.store.flush(60)
+
+    def full(*_: object) -> None:
+        raise StoreError("database or disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "forget", full)
+        answer = do(engine, "clear", session="s")
+    assert answer["kept"] is False
+    assert f"the journal of {engine.store.folder}" in answer["reason"]
+    assert stored(engine, request) == 0
+    until(lambda: rows_in_journal(engine) == 0)
 
 
 @pytest.mark.parametrize("turns", [3, 40])
@@ -322,6 +365,38 @@ def test_a_prompt_that_was_warmed_is_expected_until_its_salt_is_cleared(
     until(lambda: len(prefetched) == per_prompt)
 
 
+def test_a_prompt_that_was_warmed_leaves_late(start: Start) -> None:
+    clock = Clock()
+    engine = start(dram_bytes=DRAM_BYTES, clock=clock)
+    warmed, other = turn("w", 128, seed=1, cache_salt="w"), turn("o", 128, seed=2)
+    for request in (warmed, other):
+        engine.run(request)
+    ids = pack_tokens(warmed.all_token_ids)
+    assert do(engine, "warm", tokens=ids, salt="w", keep_s=3600.0)["dram_tokens"] == 128
+
+    def fill_while_time_passes() -> None:
+        for number in range(12):
+            clock.passes(61.0)  # sessions whose think time is unknown are expected for a minute
+            engine.run(turn(f"x{number}", seed=100 + number))
+
+    fill_while_time_passes()
+    assert (stored(engine, warmed), stored(engine, other)) == (128, 0)
+    do(engine, "clear", salt="w")
+    users = engine.store.catalog.users.names_where(lambda *_: True)
+    assert not any(isinstance(user, PromptName) for user in users)
+
+
+def test_a_prompt_that_was_warmed_leaves_as_others_when_its_time_is_over(start: Start) -> None:
+    clock = Clock()
+    engine = start(dram_bytes=DRAM_BYTES, clock=clock)
+    warmed = turn("w", 128, seed=1)
+    engine.run(warmed)
+    do(engine, "warm", tokens=pack_tokens(warmed.all_token_ids), keep_s=60.0)
+    clock.passes(61.0)
+    fill(engine, "x")
+    assert stored(engine, warmed) == 0
+
+
 @pytest.mark.parametrize("count", [48, 240])
 def test_warming_counts_the_short_end_of_a_prompt(start: Start, tmp_path: Path, count: int) -> None:
     engine = start(ssd_dir=tmp_path, ssd_bytes=1 << 22)
@@ -363,6 +438,25 @@ def test_draining_waits_for_the_end_of_a_prompt_that_is_being_copied(
     assert drain({"wait_s": 0.05}) == {"draining": True, "written": False}
     assert do(engine, "drain") == {"draining": True, "written": True}
     assert engine.store.occupancy()[1].artifacts[StateType.DENSE_KV] == 3
+
+
+def test_draining_says_what_the_ssd_has_no_room_for(start: Start, tmp_path: Path) -> None:
+    engine = start(ssd_dir=tmp_path, ssd_bytes=1 << 22, ssd_write_bytes_per_day=1)
+    engine.run(turn("a", count=256))
+    answer = do(engine, "drain")
+    artifacts = sum(engine.store.occupancy()[0].artifacts.values())
+    assert (answer["draining"], answer["written"]) == (True, False)
+    assert answer["unwritten"] == artifacts > 0
+    assert f"{artifacts} artifacts are in DRAM alone" in answer["reason"]
+    assert "ssd_write_gib_per_day" in answer["reason"]
+
+
+def test_an_engine_that_makes_no_checksums_refuses_to_scrub(start: Start) -> None:
+    engine = start()
+    with pytest.raises(CommandError, match="makes no checksums"):
+        do(engine, "scrub")
+    assert engine.store.scrubber.progress is None
+    assert do(start(verify="all"), "scrub")["scrub"]["state"] in ("running", "complete")
 
 
 def test_an_engine_without_ssd_says_that_draining_writes_nothing(start: Start) -> None:
@@ -431,6 +525,48 @@ def test_a_command_that_no_step_has_taken_is_never_carried_out(
     engine.step()
     assert stored(engine, request)
     assert not engine.side.has_work
+
+
+def test_a_session_is_not_cleared_while_the_engine_does_not_step(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start()
+    request = turn("a", session_id="s")
+    engine.run(request)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_STEP_S", 0.05)
+        with pytest.raises(CommandError, match="not carried out"):
+            engine.side.commands.clear({"session": "s"})
+    engine.step()
+    assert stored(engine, request)
+    assert do(engine, "clear", session="s")["chunks"] == 3
+
+
+@pytest.mark.parametrize("name", ["salt", "model"])
+def test_a_clearing_that_no_step_has_taken_is_carried_out_by_the_next(
+    start: Start, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The store forgets at once, and pages that vLLM still has are not stored later."""
+    monkeypatch.setattr(module, "_STEP_S", 0.05)
+    engine = start()
+    engine.side.commands.model_names = frozenset({"base"})
+    monkeypatch.setattr(engine.tables, "reset_prefix_cache", lambda: False)
+    engine.tables.prefixes = {b"a page": 1}
+    salt = "m" if name == "salt" else None
+    request = turn("a", session_id="s", cache_salt=salt)
+    engine.run(request)
+    assert stored(engine, request)
+    with pytest.raises(CommandError, match=r"half carried out.*next step: the engine has not"):
+        engine.side.commands.clear({name: "m" if name == "salt" else "base"})
+    assert stored(engine, request) == 0
+    assert not list(engine.store.catalog.tiers.index.artifacts())
+    assert not engine.side.has_work, "a sleeping engine must not step for it"
+    engine.step()
+    hit = turn("b", cache_salt=salt)
+    engine.admit(hit, local=CHUNK)
+    assert not engine.step(b=200 - CHUNK).saves
+    engine.finish(hit)
+    engine.step()
 
 
 def test_an_idle_engine_is_woken_and_a_sleeping_one_is_not() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from hetero_connector.artifacts.record import ArtifactId, Tier
 from hetero_connector.spec import StateType
-from hetero_connector.store.catalog.evictability import Evictability
+from hetero_connector.store.catalog.evictability import Evictability, evictability
 from ownership.directory import ArtifactRecord
 from tests.engine.fakes import DENSE, HYBRID, FakeRequest
 from tests.engine.stepped import CHUNK, Engine, tokens
@@ -176,7 +176,7 @@ def test_a_checkpoint_alone_does_not_count_as_the_chunk(tmp_path: Path) -> None:
         assert store.flush(WAIT_S)
         with store.catalog.locked():
             theirs = fourth.artifacts[StateType.DENSE_KV]
-            assert index.evictability(theirs, Tier.DRAM) is not Evictability.BLOCKED
+            assert evictability(theirs, Tier.DRAM) is not Evictability.BLOCKED
             store.catalog.tiers.drop(theirs, Tier.DRAM)
             assert index.num_missing == 0
         assert bob.run(FakeRequest("second", PROMPT)) == RESTORED

@@ -18,9 +18,9 @@ from hetero_connector.engine.messages import (
     StepTiming,
     WorkerReport,
 )
-from hetero_connector.engine.scheduler.cost_learner import CostLearner
+from hetero_connector.engine.scheduler.cost_learner import CostLearner, _step_mix
 from hetero_connector.metrics import COUNTERS, HISTOGRAMS
-from hetero_connector.planner.compute_model import ComputeCoefficients, attention_work
+from hetero_connector.planner.compute_model import ComputeCoefficients, StepMix, attention_work
 from hetero_connector.spec import ModelSpec, RestoreRule, StateType
 from hetero_connector.store.base import ReadTiming
 from tests.engine.fakes import DENSE, FakeRequest, layer, scheduled
@@ -83,6 +83,18 @@ def test_a_step_teaches_the_cost_of_a_prefill_for_decodes(engine: Engine) -> Non
     timed(engine, meta, 0.25)
     assert engine.costs.interference.samples == 1
     assert engine.costs.interference.predict(asked.mix) == pytest.approx(0.25, rel=0.05)
+
+
+def test_an_answer_that_is_computed_again_is_no_decode(engine: Engine) -> None:
+    """After a preemption, up to its last token, which is decoded."""
+    answered = FakeRequest("a", tokens(9_000), num_prompt_tokens=1_000)
+    engine.admit(answered)
+    trackers = engine.side._trackers
+    answered.num_computed_tokens = 2_048
+    work = attention_work(2_048, 2_048)
+    assert _step_mix({"a": 2_048}, trackers) == StepMix(2_048, work, 0, 0)
+    answered.num_computed_tokens = 8_999
+    assert _step_mix({"a": 1}, trackers) == StepMix(0, 0.0, 1, 8_999)
 
 
 def test_decodes_do_not_teach_the_attention_of_prefills(engine: Engine) -> None:

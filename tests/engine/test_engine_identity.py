@@ -11,23 +11,30 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from vllm import envs
 from vllm.config import KVTransferConfig
+from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import EngineArgs
 
 from examples.checkpoints import write_checkpoint
 from examples.serving import engine_arguments
 from hetero_connector import machine
-from hetero_connector.artifacts.identity import Fingerprint
+from hetero_connector.artifacts.identity import Fingerprint, tokenizer_digest
 from hetero_connector.engine.startup import rounding as rounding_module
-from hetero_connector.engine.startup.engine_identity import check_supported, fingerprint
+from hetero_connector.engine.startup.engine_identity import (
+    check_supported,
+    fingerprint,
+    unsupported_reason,
+)
 from hetero_connector.engine.startup.heads import equal_on_all_ranks
 from hetero_connector.engine.startup.rendezvous import WorkerGeometry
 from hetero_connector.engine.startup.rounding import SHARED, rounding
-from hetero_connector.errors import UnsupportedModelError
-from tests.engine.fakes import HYBRID
+from hetero_connector.errors import IdentityError, UnsupportedModelError
+from hetero_connector.spec import LayerSpec, ModelSpec, StateType
+from tests.engine.fakes import HYBRID, layer
 from tests.engine.harness import CHECKPOINTS
 
 pytestmark = pytest.mark.engine
@@ -81,6 +88,7 @@ def test_an_engine_that_is_started_again_has_its_identity(config: Any) -> None:
     [
         ("model_config", "max_model_len", 8192),
         ("model_config", "quantization", "fp8"),
+        ("model_config", "quantization_config", QuantizationConfigArgs(ignore=["*mlp*"])),
         ("model_config", "disable_cascade_attn", False),
         ("cache_config", "cache_dtype", "fp8"),
         ("cache_config", "mamba_cache_dtype", "float16"),
@@ -92,6 +100,9 @@ def test_an_engine_that_is_started_again_has_its_identity(config: Any) -> None:
         ("compilation_config", "mode", 3),
         ("compilation_config", "custom_ops", ["none"]),
         ("attention_config", "flash_attn_version", 2),
+        ("mamba_config", "ssu_algorithm", "simple"),
+        ("additional_config", None, {"gdn_prefill_backend": "triton"}),
+        ("additional_config", None, SimpleNamespace(compute_hash=lambda: "another")),
         ("kernel_config", "moe_backend", "triton"),
         ("lora_config", None, SimpleNamespace(
             lora_dtype="float16", max_lora_rank=8, fully_sharded_loras=False, target_modules=None,
@@ -143,7 +154,10 @@ def test_a_draft_model_is_part_of_it(
         hf_config=SimpleNamespace(to_dict=lambda: settings),
     )  # fmt: skip
     speculative = SimpleNamespace(
-        method="eagle", num_speculative_tokens=3, draft_model_config=draft
+        method="eagle",
+        num_speculative_tokens=3,
+        draft_model_config=draft,
+        draft_load_config=None,
     )
     without = identity(config).digest
     monkeypatch.setattr(config, "speculative_config", speculative)
@@ -157,6 +171,116 @@ def test_a_draft_model_is_part_of_it(
     else:
         speculative.method = "eagle3"
     assert len({without, before, identity(config).digest}) == 3
+
+
+def test_what_is_quantised_and_how_is_part_of_it(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = set()
+    monkeypatch.setattr(config.model_config, "quantization", "online")
+    for activation in (None, "fp8_per_token", "fp8_per_tensor_dynamic"):
+        how = {"linear": {"weight": "fp8_per_channel_static", "activation": activation}}
+        resolved = QuantizationConfigArgs(**how)  # type: ignore[arg-type]
+        monkeypatch.setattr(config.model_config, "quantization_config", resolved)
+        digests.add(identity(config).digest)
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize("field", ["text_model_id", "audio_model_id"])
+def test_weights_in_repositories_that_the_config_names_are_part_of_it(
+    config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, field: str
+) -> None:
+    monkeypatch.setattr(config.model_config.hf_config, field, str(tmp_path), raising=False)
+    digests = set()
+    for content in (b"one", b"two"):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        digests.add(identity(config).digest)
+    assert len(digests) == 2
+
+
+def test_dummy_weights_need_no_files_and_are_their_seed(
+    config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(config.model_config, "model", str(tmp_path))
+    with pytest.raises(IdentityError, match="contains no weights"):
+        identity(config)
+    monkeypatch.setattr(config.load_config, "load_format", "dummy")
+    before = identity(config).digest
+    monkeypatch.setattr(config.model_config, "seed", 7)
+    assert identity(config).digest != before
+
+
+def hub(root: Path, repository: str, files: dict[str, bytes]) -> Path:
+    """Write a snapshot of a repository into a Hugging Face cache; return its folder."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    folder = root / f"models--{repository.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    snapshot = folder / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    for name, content in files.items():
+        (snapshot / name).write_bytes(content)
+    return snapshot
+
+
+def test_weights_may_be_in_a_download_dir(
+    config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM keeps a model's config, tokenizer and code in Hugging Face's own cache."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "home"))
+    files = {"tokenizer.json": b"{}", "modeling_x.py": b"1"}
+    code = hub(tmp_path / "home", "org/m", files) / "modeling_x.py"
+    weights = hub(tmp_path / "else", "org/m", {"model.safetensors": b"w"}) / "model.safetensors"
+    for name in ("model", "tokenizer"):
+        monkeypatch.setattr(config.model_config, name, "org/m")
+    with pytest.raises(IdentityError, match="contains no weights"):
+        identity(config)
+    monkeypatch.setattr(config.load_config, "download_dir", str(tmp_path / "else"))
+    made = [identity(config)]
+    weights.write_bytes(b"v")
+    made.append(identity(config))
+    code.write_bytes(b"2")
+    made.append(identity(config))
+    assert len({x.weights for x in made}) == 3
+    assert {x.tokenizer for x in made} == {tokenizer_digest(code.parent)}
+
+
+def test_a_tokenizer_of_another_repository_is_that_repositorys(
+    config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    own = identity(config).tokenizer
+    here = hub(tmp_path, "org/here", {"tokenizer.json": b"another"})
+    monkeypatch.setattr(config.model_config, "tokenizer", "org/here")
+    assert identity(config).tokenizer == tokenizer_digest(here)
+    named = set()
+    for absent in ("org/one", "org/two"):  # an engine may run where its tokenizer is not
+        monkeypatch.setattr(config.model_config, "tokenizer", absent)
+        named.add(identity(config).tokenizer)
+    assert len(named | {own, tokenizer_digest(here)}) == 4
+
+
+def geometry_of(*layers: LayerSpec, alignment: int = 16) -> WorkerGeometry:
+    return WorkerGeometry(
+        rank=0, model=ModelSpec(layers, alignment), attention_backends=(), device="cpu", pid=1
+    )
+
+
+def test_recurrent_state_that_no_request_can_resume_is_not_stored(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its prefix cache vLLM has blocks of recurrent state as long as a request."""
+    full, recurrent = layer("full", 0), layer("mamba", 1, StateType.RECURRENT)
+    monkeypatch.setattr(config.model_config, "max_model_len", 4096)
+    assert unsupported_reason(geometry_of(full, recurrent, alignment=2048), config) is None
+    assert unsupported_reason(geometry_of(full, alignment=4096), config) is None
+    reason = unsupported_reason(geometry_of(full, recurrent, alignment=33 * 4096), config)
+    assert reason is not None
+    assert "--enable-prefix-caching" in reason
+
+
+def test_a_model_without_state_is_served_without_a_store(config: Any) -> None:
+    assert unsupported_reason(geometry_of(), config) is not None
 
 
 def media_config() -> SimpleNamespace:
@@ -338,12 +462,23 @@ def test_weights_that_each_rank_quantises_differ_between_ranks(
     monkeypatch.setattr(config.model_config.hf_config, "quantization_config", stored, raising=False)
     assert equal_on_all_ranks(config, "cuda")
     assert not equal_on_all_ranks(config, "cpu")
+    rest = QuantizationConfigArgs(ignore=["*mlp*"])  # what the checkpoint has left unquantised
+    monkeypatch.setattr(config.model_config, "quantization_config", rest)
+    assert not equal_on_all_ranks(config, "cuda")
 
 
 def test_hisparse_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check_supported(config)
     monkeypatch.setattr(config.attention_config, "hisparse_config", object())
     with pytest.raises(UnsupportedModelError, match="hisparse_config"):
+        check_supported(config)
+
+
+def test_weights_that_are_not_among_the_models_files_are_refused(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config.load_config, "load_format", "tensorizer")
+    with pytest.raises(UnsupportedModelError, match="set --load-format auto"):
         check_supported(config)
 
 

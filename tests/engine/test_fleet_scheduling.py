@@ -268,6 +268,22 @@ def test_chunks_that_a_prefiller_is_sealing_are_waited_for(
     assert bob.run(request) == last
 
 
+def test_a_handoff_keeps_what_it_has_found_if_the_directory_stops_answering(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_matcher, "_HANDOFF_SHARE", LOAD_DEADLINE_S / WAIT_S)
+    ann, bob = fleet.join("ann"), fleet.join("bob")
+    prompt = tokens(4 * CHUNK + 40)
+    ann.run(FakeRequest("a", prompt[: 3 * CHUNK + 1]))
+    fleet.settle(ann)
+    answer = PREFILLED | {"prefilled_tokens": 4 * CHUNK + 32}
+    request = FakeRequest("b", prompt, kv_transfer_params=answer)
+    until(lambda: bob.ask(request) is None and fleet.directory.asked > 2)
+    fleet.directory.fails = True
+    until(lambda: bob.ask(request) is not None)
+    assert bob.ask(request) == 3 * CHUNK
+
+
 def test_an_empty_handoff_is_waited_for_only_briefly(fleet: Fleet) -> None:
     clock = Clock()
     bob = fleet.join("bob", clock=clock)

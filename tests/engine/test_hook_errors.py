@@ -41,13 +41,14 @@ class Both:
     caches: dict[str, torch.Tensor]
 
     @classmethod
-    def make(cls, model: ModelSpec = DENSE) -> Both:
+    def make(cls, model: ModelSpec = DENSE, directory: str = "") -> Both:
         engine = Engine(model)
         recovers = len({x.group for x in model.layers}) == 1
         side = WorkerSide(engine.layout, 0, NUM_BLOCKS, "on", engine.recorder, recovers=recovers)
         names = [x.layer for x in model.layers]
         caches = {x: torch.zeros((NUM_BLOCKS, 256), dtype=torch.uint8) for x in names}
-        transfer = SimpleNamespace(kv_connector_extra_config={"dram_gib": 0.01}, engine_id="engine")
+        extra = {"dram_gib": 0.01, "directory": directory}
+        transfer = SimpleNamespace(kv_connector_extra_config=extra, engine_id="engine")
         config: Any = SimpleNamespace(kv_transfer_config=transfer, instance_id="1")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(connector_module, "open_scheduler_side", lambda *_: engine.side)
@@ -108,8 +109,9 @@ class Both:
 
 
 @pytest.fixture
-def both() -> Iterator[Both]:
-    both = Both.make()
+def both(request: pytest.FixtureRequest) -> Iterator[Both]:
+    """Both roles, in the directory that a test may name as the fixture's parameter."""
+    both = Both.make(directory=getattr(request, "param", ""))
     yield both
     both.close()
 
@@ -363,6 +365,7 @@ def test_any_order_of_hooks_raises_nothing_and_leaves_no_pins(seed: int) -> None
         both.close()
 
 
+@pytest.mark.parametrize("both", ["redis://127.0.0.1:1/0"], indirect=True)
 def test_a_report_leaves_a_handoff_as_it_is(both: Both) -> None:
     asked = {"do_remote_decode": True, "heterocache": {"report": True}}
     request: Any = FakeRequest("a", tokens(100), kv_transfer_params=asked)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from hetero_connector.engine import api
 from hetero_connector.engine.scheduler import status
@@ -19,6 +20,8 @@ from hetero_connector.metrics import Recorder
 from tests.engine.fakes import FakeRequest
 from tests.engine.socket_engine import SocketEngine
 from tests.engine.stepped import tokens
+
+ALERTS = yaml.safe_load((Path(__file__).parents[2] / "deploy/prometheus/alerts.yaml").read_text())
 
 
 @pytest.fixture
@@ -47,6 +50,7 @@ def test_it_has_what_was_restored_decided_and_stored(engine: SocketEngine) -> No
     assert dram["bytes"].keys() == dram["max_artifacts"].keys() == ssd["artifacts"].keys()
     assert all(n <= dram["max_artifacts"][kind] for kind, n in dram["artifacts"].items())
     assert told["health"] == {
+        "cache_alive": True,
         "io_alive": True,
         "ssd_writable": True,
         "ssd_readable": True,
@@ -68,6 +72,16 @@ def test_it_has_what_the_page_reads_and_no_more(engine: SocketEngine) -> None:
     whole = ask(engine.path, {"get": "status"})
     assert "config" in whole["engine"]
     assert len(whole["decisions"][0]) > len(told["decisions"][0])
+
+
+def test_the_page_says_of_what_does_not_work_what_its_alert_says(engine: SocketEngine) -> None:
+    page = (files(api) / "page/page.js").read_text()
+    for part in live(engine)["health"]:
+        assert f'"{part}"' in page or f"health.{part}" in page, part
+    rules = (rule for group in ALERTS["groups"] for rule in group["rules"])
+    said = {rule["expr"]: rule["annotations"]["description"] for rule in rules}
+    for part in ("cache_alive", "io_alive"):
+        assert said[f"heterocache_{part} == 0"] in page
 
 
 _SCRIPTS = ("page.js", "model.js", "charts.js")

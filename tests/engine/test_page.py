@@ -131,6 +131,7 @@ def test_the_figures_are_those_of_the_metrics(server: Server, browser: Browser) 
             assert figure(browser, slots) == artifacts
     for labels, made in server.series("heterocache_decisions_total"):
         assert figure(browser, f"#choice-{labels['choice']} b") == made
+    assert "Cache\nworks" in browser.text("#health")
     assert "Store\nworks" in browser.text("#health")
     assert "SSD writes\nworks" in browser.text("#health")
     assert browser.problems() == []

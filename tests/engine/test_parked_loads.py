@@ -202,6 +202,7 @@ def test_a_parked_load_that_fails_fails_its_request_alone(llm: Any, reference: C
         assert generate(llm, PROMPT, max_tokens=8).num_cached_tokens == 0
         assert_no_leaks(llm)
     finally:
-        worker.outcome.broken = side._broken = False
+        worker.outcome.broken = side.is_stopped = False
+        side._recorder.set("heterocache_cache_alive", 1.0)
     forget_local(llm)
     same(generate(llm, PROMPT, max_tokens=8), reference)

@@ -70,8 +70,9 @@ def test_the_observed_benefit_is_the_predicted_one_minus_the_delay(
     ratio = recorded["histograms"]["heterocache_prediction_ratio{choice=load}"]
     assert ratio == [3.0 / decision.predicted.ttft_s]
     late_s = 3.0 - decision.predicted.ttft_s
-    assert timings["reuse_benefit_seconds{kind=observed}"] == [
-        pytest.approx(decision.reuse_benefit_s - late_s)
+    assert timings["reuse_benefit_seconds{kind=observed}"] == [0.0]
+    assert timings["reuse_benefit_seconds{kind=lost}"] == [
+        pytest.approx(late_s - decision.reuse_benefit_s)
     ]
     watched.engine.step(b=1)
     assert watched.timings() == {}, "once a request"
@@ -82,7 +83,38 @@ def test_a_restore_that_is_faster_than_computing_is_not_lost(watched: Watched) -
     watched.engine.step(b=8)
     request.all_token_ids.append(7)
     watched.engine.step(b=1)
-    assert "heterocache_lost_restores{}" not in (watched.engine.recorder.drain() or {})["counters"]
+    recorded = watched.engine.recorder.drain() or {}
+    assert "heterocache_lost_restores{}" not in recorded["counters"]
+    (decision,), timings = watched.made, watched.timings(recorded)
+    assert timings["reuse_benefit_seconds{kind=lost}"] == [0.0]
+    assert timings["reuse_benefit_seconds{kind=observed}"] == [
+        pytest.approx(decision.reuse_benefit_s + decision.predicted.ttft_s)
+    ]
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_request_that_restores_nothing_saves_and_loses_nothing(
+    watched: Watched, planned: bool
+) -> None:
+    request = FakeRequest("b", tokens(200))
+    while (found := watched.engine.ask(request)) is None:
+        pass
+    assert found == 192
+    if planned:  # vLLM does not admit what was found
+        watched.engine.requests["b"] = request
+        watched.engine.side.on_allocated(request, 0)  # type: ignore[arg-type]
+    else:
+        assert watched.engine.admit(request, local=192) == 0
+    watched.engine.step(b=200 if planned else 8)
+    watched.now_s += 3.0
+    request.all_token_ids.append(7)
+    watched.engine.step(b=1)
+    recorded = watched.engine.recorder.drain() or {}
+    assert "heterocache_lost_restores{}" not in recorded["counters"]
+    assert watched.timings(recorded).keys() == {
+        "ttft_seconds{kind=predicted}",
+        "ttft_seconds{kind=observed}",
+    }
 
 
 def test_a_reset_does_not_delay_the_record_of_the_first_token(watched: Watched) -> None:

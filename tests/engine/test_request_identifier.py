@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config.ec_transfer import ECTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
@@ -33,6 +34,7 @@ from hetero_connector.engine.scheduler.request_identifier import (
 )
 from hetero_connector.engine.scheduler.requests import RequestTracker
 from hetero_connector.metrics import Recorder
+from ownership.router.identity import ChainCache, ChainNaming
 from tests.engine.fakes import FakeRequest
 from tests.engine.test_media import item
 
@@ -275,6 +277,27 @@ def test_salt_embeddings_and_adapters_enter_the_keys(
     assert embedded[2] != flipped[2]
 
 
+@pytest.mark.parametrize("salt", [None, "ann"])
+@pytest.mark.parametrize("with_adapter", [False, True])
+def test_text_before_the_first_image_has_the_keys_of_the_text_alone(
+    identifier: RequestIdentifier, tmp_path: Path, salt: str | None, with_adapter: bool
+) -> None:
+    path = write_adapter(tmp_path / "a", b"weights")
+    lora = adapter(path) if with_adapter else None
+    text = keys(identifier, request(lora=lora, cache_salt=salt))
+    with_image = keys(
+        identifier, request(image(1.0, name="a", offset=600), lora=lora, cache_salt=salt)
+    )
+    assert text is not None
+    assert with_image is not None
+    assert text[:2] == with_image[:2]
+    assert text[2] != with_image[2]
+    digest = read_adapter(str(path)) if with_adapter else b""
+    naming = ChainNaming(HASHER.root, 256, salt, "a1" if with_adapter else "", digest)
+    routed = ChainCache(1 << 20).of_tokens(TOKENS, naming)  # as a router names the prompt
+    assert [key.hex() for key in routed.keys] == text
+
+
 def test_an_adapter_is_its_content_not_its_name_or_place(
     identifier: RequestIdentifier, tmp_path: Path
 ) -> None:
@@ -437,15 +460,19 @@ def test_nothing_is_kept_of_requests_that_have_ended(
 
 
 @pytest.mark.parametrize(
-    ("trust", "cache_gb", "cache_type", "prefix_cache", "expected", "warning"),
+    ("trust", "cache_gb", "cache_type", "prefix_cache", "encoders", "expected", "warning"),
     [
-        (False, 4, "lru", True, MediaIds.CONTENT, ""),
-        (False, 0, "lru", False, MediaIds.CONTENT, ""),
-        (False, 0, "shm", True, MediaIds.CONTENT, ""),  # no cache: the items are sent
-        (False, 4, "shm", True, MediaIds.NONE, "--mm-processor-cache-type shm"),
-        (True, 4, "shm", True, MediaIds.NAMES, ""),
-        (True, 0, "lru", True, MediaIds.NAMES, ""),
-        (True, 0, "lru", False, MediaIds.NONE, "--mm-processor-cache-gb 0"),
+        (False, 4, "lru", True, None, MediaIds.CONTENT, ""),
+        (False, 0, "lru", False, None, MediaIds.CONTENT, ""),
+        (False, 0, "shm", True, None, MediaIds.CONTENT, ""),  # no cache: the items are sent
+        (False, 4, "shm", True, None, MediaIds.NONE, "--mm-processor-cache-type shm"),
+        (False, 4, "lru", True, "ec_producer", MediaIds.CONTENT, ""),
+        (False, 4, "lru", True, "ec_consumer", MediaIds.NONE, "--ec-transfer-config"),
+        (False, 4, "lru", True, "ec_both", MediaIds.NONE, "--ec-transfer-config"),
+        (True, 4, "lru", True, "ec_consumer", MediaIds.NAMES, ""),
+        (True, 4, "shm", True, None, MediaIds.NAMES, ""),
+        (True, 0, "lru", True, None, MediaIds.NAMES, ""),
+        (True, 0, "lru", False, None, MediaIds.NONE, "--mm-processor-cache-gb 0"),
     ],
 )
 def test_items_are_identified_according_to_vllms_caches(
@@ -454,13 +481,17 @@ def test_items_are_identified_according_to_vllms_caches(
     cache_gb: float,
     cache_type: str,
     prefix_cache: bool,
+    encoders: Any,
     expected: MediaIds,
     warning: str,
 ) -> None:
     media = SimpleNamespace(mm_processor_cache_gb=cache_gb, mm_processor_cache_type=cache_type)
     model = SimpleNamespace(supports_multimodal_inputs=True, get_multimodal_config=lambda: media)
+    transfer = encoders and ECTransferConfig(ec_connector="ECExampleConnector", ec_role=encoders)
     vllm_config: Any = SimpleNamespace(
-        model_config=model, cache_config=SimpleNamespace(enable_prefix_caching=prefix_cache)
+        model_config=model,
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix_cache),
+        ec_transfer_config=transfer,
     )
     config = HeteroConfig(dram_gib=1.0, trust_client_media_ids=trust)
     assert media_ids(config, vllm_config) is expected

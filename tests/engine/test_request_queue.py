@@ -27,7 +27,8 @@ def walked(new: RequestTracker, trackers: Iterable[RequestTracker]) -> WorkAhead
     for tracker in trackers:
         request = tracker.request
         if request.status == RequestStatus.RUNNING:
-            left = request.num_prompt_tokens - request.num_computed_tokens
+            decodes_from = max(request.num_prompt_tokens, request.num_tokens - 1)
+            left = decodes_from - request.num_computed_tokens
             queued += max(0, left)
             decodes += left <= 0
         elif tracker is new:

@@ -186,4 +186,4 @@ def test_a_decision_without_a_load_is_recorded_as_computing(
         "heterocache_decisions{choice=compute}",
         "heterocache_actions{action=RECOMPUTE_TAIL}",
     }
-    assert payload[HISTOGRAMS]["heterocache_reuse_benefit_seconds{kind=predicted}"] == [0.0]
+    assert "heterocache_reuse_benefit_seconds{kind=predicted}" not in payload[HISTOGRAMS]

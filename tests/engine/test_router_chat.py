@@ -24,6 +24,7 @@ from vllm.entrypoints.openai.responses.utils import (
 )
 from vllm.renderers.chat_utils import parse_chat_messages
 from vllm.renderers.hf import _detect_content_format, safe_apply_chat_template
+from vllm.renderers.online_renderer import _reused_prompt_token_ids
 from vllm.renderers.params import merge_kwargs
 
 from examples.checkpoints.tokenizer import EOS_TOKEN_ID, write_tokenizer
@@ -42,14 +43,14 @@ PLAIN = (
     "{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
     "{%- for m in messages %}<{{ m.role }}{{ m.name }}{{ m.tool_call_id }}>"
     "{%- if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
-    "{%- for call in m.tool_calls or [] %}[{{ call.function.name }}"
-    "{{ call.function.arguments | tojson }}]{% endfor %}</>{% endfor %}"
+    "{%- for call in m.tool_calls or [] %}[{{ call | tojson }}]{% endfor %}</>{% endfor %}"
     "{%- if add_generation_prompt %}<assistant>{% endif %}{{ thinking }}{{ enable_thinking }}"
     "{{ reasoning_effort }}{{ bos_token }}"
 )
 PARTS = (
     "{%- for m in messages %}<{{ m['role'] }}>{% if m['content'] is string %}{{ m['content'] }}"
-    "{% else %}{% for part in m['content'] %}{{ part['type'] }}:{{ part['text'] }};{% endfor %}"
+    "{% else %}{% for part in m['content'] %}{{ part['type'] }}:{{ part['text'] }}"
+    "{{ part['name'] }}{{ part['extra'] }};{% endfor %}"
     "{% endif %}{%- for call in m.tool_calls or [] %}{{ call.function.arguments.items() | list }}"
     "{% endfor %}{% endfor %}"
 )
@@ -83,7 +84,9 @@ CALLS = [
     {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"z": 1, "a": "ä"}'}},
     {"id": "2", "type": "function", "function": {"name": "f", "arguments": "no JSON"}},
     {"id": "3", "type": "function", "function": {"name": "f", "arguments": "[1]"}},
+    {"x": 1, "function": {"y": 2, "name": "f", "arguments": "{}"}, "type": "function", "id": "4"},
 ]
+EMPTY = {"type": "text", "text": ""}
 NOT_USED = {"tools": [TOOL], "tool_choice": "none"}
 NOT_USED_FLAT = {"tools": [{"type": "function", "name": "f"}], "tool_choice": "none"}
 CHANGES = [{"role": "system", "content": [{"type": "tool_removal", "tool": {"name": "f"}}]}]
@@ -98,6 +101,16 @@ TALK = [
     {"role": "assistant", "content": "ok", "tool_calls": []},
     {"role": "user", "content": "end"},
 ]
+EMPTY_TALK = [
+    {"role": "system", "content": ""},
+    {"role": "system", "content": [EMPTY, {"type": "text", "text": "Be brief.", "extra": "e"}]},
+    {"role": "system", "content": "x-anthropic-billing-header: cch=1"},
+    {"role": "user", "content": [EMPTY, "", {"type": "text", "text": "a"}, EMPTY]},
+    {"role": "assistant", "content": ""},
+    {"role": "tool", "content": [{"type": "text", "text": None}, {"type": "text", "text": "r"}]},
+    {"role": "user", "content": [{"type": "tool_reference", "name": "f"}]},
+    {"role": "user", "content": [{"type": "text", "text": "b", "extra": "f"}]},
+]
 BODIES: list[dict[str, Any]] = [
     {"messages": TALK},
     {"messages": TALK, "tools": [TOOL, STRICT]},
@@ -109,6 +122,7 @@ BODIES: list[dict[str, Any]] = [
     {"messages": TALK[:6], "add_generation_prompt": False, "continue_final_message": True},
     {"messages": [{"role": "developer", "content": "d"}, *TALK[:2]]},
     {"messages": [TALK[1], {"role": "developer", "content": "d"}, TALK[0], TALK[6]]},
+    {"messages": EMPTY_TALK},
 ]
 
 
@@ -180,6 +194,30 @@ def test_chat_requests(folder: Path, template: str, body: dict[str, Any]) -> Non
         expected = None
     assert own_text(folder, template, "/v1/chat/completions", body) == expected
     assert expected is not None or template is MACRO or template is OTHER_MACRO
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "http://host/a.png"}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"messages": EMPTY_TALK},
+        {"echo": True},
+        {"messages": [{"role": "user", "content": [EMPTY, IMAGE]}]},
+        {"kv_transfer_params": {}},
+    ],
+)
+def test_token_ids_that_take_the_place_of_messages(folder: Path, change: dict[str, Any]) -> None:
+    params = {"prompt_token_ids": [1, 2, 3]}
+    body = {"messages": TALK, "kv_transfer_params": params, **change}
+    request = ChatCompletionRequest.model_validate(copy.deepcopy(body))
+    renderer: Any = SimpleNamespace(validate_token_ids=lambda ids, parameter: None)
+    expected = _reused_prompt_token_ids(request, renderer, request.messages)
+    identity = PromptIdentity(own_tokenizer(folder), ChainCache(), chat_template=PLAIN)
+    [prompt] = identity.read("/v1/chat/completions", body)
+    assert (prompt.tokens, prompt.text is None) == (expected, expected is not None)
 
 
 def test_values_that_a_client_leaves_open_are_the_server_s(folder: Path) -> None:
@@ -385,7 +423,11 @@ def test_the_beginning_before_an_image_of_a_tool_is_known(folder: Path) -> None:
                 {"type": "function_call", "call_id": "2", "name": "f", "arguments": "{}"},
                 {"type": "function_call_output", "call_id": "1", "output": "r"},
                 {"role": "assistant", "content": "said"},
-                {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+                {"role": "system", "content": ""},
+                {
+                    "role": "user",
+                    "content": [{"type": "input_text", "text": text} for text in ("", "x", "")],
+                },
             ],
             "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
             "reasoning": {"effort": "low"},
@@ -415,12 +457,11 @@ def test_the_content_of_messages_has_the_form_that_vllm_gives_it() -> None:
 
 
 def test_the_beginning_before_an_image_is_known(folder: Path) -> None:
-    image = {"type": "image_url", "image_url": {"url": "http://host/a.png"}}
     text = "Look at this picture, please, "
     for template in (PLAIN, PARTS):
         messages = [
             {**TALK[1], "content": "Hi there"},
-            {"role": "user", "content": [{"type": "text", "text": text}, image]},
+            {"role": "user", "content": [{"type": "text", "text": text}, IMAGE]},
         ]
         identity = PromptIdentity(own_tokenizer(folder), ChainCache(), chat_template=template)
         body = {"messages": messages, "add_special_tokens": True}
@@ -438,6 +479,11 @@ def test_the_beginning_before_an_image_is_known(folder: Path) -> None:
         ("/v1/chat/completions", {"messages": []}, Doubt.BODY),
         ("/v1/chat/completions", {"messages": [{}]}, Doubt.TEMPLATE),
         ("/v1/chat/completions", {"messages": TALK, "chat_template": "x"}, Doubt.TEMPLATE),
+        (
+            "/v1/chat/completions",
+            {"messages": TALK, "chat_template_kwargs": {"tools": [TOOL]}},
+            Doubt.TEMPLATE,
+        ),
         ("/v1/completions", {"prompt": "a", "truncate_prompt_tokens": 5}, Doubt.TRUNCATION),
         ("/v1/completions", {"prompt_embeds": "a"}, Doubt.EMBEDS),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, Doubt.NOT_TRANSLATED),

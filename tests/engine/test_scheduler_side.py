@@ -323,6 +323,48 @@ def test_a_request_that_ends_while_another_connector_loads_it_is_not_saved(dense
     assert dense.ask(FakeRequest("b", tokens(130))) == 0
 
 
+def test_a_request_that_another_connector_loads_is_counted_once(dense: Engine) -> None:
+    """In a MultiConnector it is admitted a second time when the other's load has ended."""
+    request = FakeRequest("a", tokens(200))
+    dense.admit(request)
+    request.num_computed_tokens = 192
+    dense.order()
+    dense.side.on_allocated(request, 0)  # type: ignore[arg-type]
+    dense.step(a=8)
+    assert dense.side._counter.sources.tokens()["computed"] == 200
+
+
+def test_a_parked_request_is_counted_once() -> None:
+    engine = Engine(DENSE, parking="always")
+    engine.run(FakeRequest("a", tokens(200)))
+    counted = engine.side._counter.sources.tokens()
+    request = FakeRequest("b", tokens(200))
+    assert engine.admit(request) == 192
+    engine.step()
+    engine.side.on_allocated(request, 0)  # type: ignore[arg-type]
+    engine.step(b=8)
+    assert engine.side._counter.sources.tokens() == counted | {"dram": 192, "computed": 208}
+    engine.side.close()
+
+
+def test_a_request_that_runs_again_in_the_step_of_its_preemption_decodes(dense: Engine) -> None:
+    """A reset of vLLM's prefix cache preempts between steps, and the next one admits again."""
+    request = FakeRequest("a", tokens(200))
+    dense.admit(request)
+    dense.step(a=200)
+    request.all_token_ids.append(5)
+    request.num_computed_tokens = 0
+    dense.admit(request)
+    computed = request.num_computed_tokens
+    output = scheduled(a=201 - computed)
+    output.preempted_req_ids = {"a"}
+    dense.report(dense.side.order_step(output))  # type: ignore[arg-type]
+    request.num_computed_tokens = 201
+    dense.ask(new := FakeRequest("b", tokens(50, seed=9)))
+    load = dense.side._engine_load(dense.side._trackers[new.request_id])
+    assert (load.queued_tokens, load.running_decodes, load.waiting_tokens) == (0, 1, 0)
+
+
 def test_nothing_is_sealed_that_may_rest_on_pages_that_were_not_loaded(dense: Engine) -> None:
     """Another request may share them, also one that ends at once, or in a step under way."""
     ended, running = FakeRequest("a", tokens(130)), FakeRequest("b", tokens(130, seed=1))

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1 import kv_cache_interface as kvi
 
+from examples.serving import kv_transfer_config
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.config import HeteroConfig
@@ -182,6 +185,7 @@ def engine_with(
     model = SimpleNamespace(
         quantization=quantization,
         is_quantized=is_stored_so,
+        quantization_config=None,
         hf_text_config=SimpleNamespace(to_dict=lambda: text),
         get_total_num_kv_heads=lambda: text["num_key_value_heads"],
         model_arch_config=arch,
@@ -255,6 +259,27 @@ def test_vllm_recovers_from_a_lost_load_of_one_group_and_one_step_at_a_time(
     config: Any = SimpleNamespace(kv_transfer_config=transfer, max_concurrent_batches=batches)
     kv_cache: Any = SimpleNamespace(kv_cache_groups=[None] * groups)
     assert _recovers(config, kv_cache) is recovers
+
+
+def test_the_load_failure_policy_is_that_of_a_multi_connector_not_of_its_child() -> None:
+    """vLLM's scheduler reads the former, and its children have configurations of their own."""
+    child = kv_transfer_config({}, kv_connector_module_path="hetero_connector.connector")
+    engine = VllmConfig(
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="MultiConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"connectors": [child]},
+        )
+    )
+    engine.scheduler_config.async_scheduling = True
+    ((_, config),) = MultiConnector._get_connector_classes_and_configs(engine)
+    kv_cache: Any = SimpleNamespace(kv_cache_groups=[None])
+    with set_current_vllm_config(engine):
+        assert not _recovers(config, kv_cache)
+    engine.scheduler_config.async_scheduling = False
+    with set_current_vllm_config(engine):
+        assert _recovers(config, kv_cache)
 
 
 def test_pipeline_stages_together_have_the_geometry_of_one_stage() -> None:

@@ -32,11 +32,7 @@ LIMITS = DirectoryLimits(
     max_replicas=2,
     max_users=3,
     max_workers=8,
-    max_sessions=4,
-    max_groups=4,
     orphan_ttl_s=60.0,
-    session_ttl_s=600.0,
-    group_half_life_s=100.0,
 )
 """Small enough to be reached by a test."""
 

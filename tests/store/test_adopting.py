@@ -6,7 +6,6 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -166,7 +165,7 @@ def test_bytes_that_are_not_the_records_are_refused(
 def test_a_record_that_does_not_fit_is_a_counted_miss(
     left: Copies, survivor: Survivor, change: dict[str, object], cause: Failure
 ) -> None:
-    wrong = {key: replace(copy, **change) for key, copy in left.items()}  # type: ignore[arg-type]
+    wrong = {key: copy._replace(**change) for key, copy in left.items()}  # type: ignore[arg-type]
     fails(survivor, wrong, cause)
 
 

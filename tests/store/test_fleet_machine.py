@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from hetero_connector.artifacts.record import ArtifactId, Tier
-from hetero_connector.store.catalog.evictability import Evictability
+from hetero_connector.store.catalog.evictability import Evictability, evictability
 from hetero_connector.store.catalog.nodes import Artifact, Node
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from tests.store.filling import DENSE, ids_of
@@ -92,9 +92,7 @@ class FleetMachine(StoreMachine):
             return
         for (tier, kind), policy in tiers._policies.items():
             here = [a for a in tiers.index.artifacts() if a.state_type is kind and a.slot(tier)]
-            free = [
-                a for a in here if tiers.index.evictability(a, tier) is not Evictability.BLOCKED
-            ]
+            free = [a for a in here if evictability(a, tier) is not Evictability.BLOCKED]
             known = set[Artifact]()
             for part in (policy._first, policy._last):
                 known |= part._leaves._members | part._backed._members  # type: ignore[attr-defined]

@@ -7,7 +7,6 @@ import shutil
 import sqlite3
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,7 +42,7 @@ def survivor(tmp_path: Path) -> Iterator[Survivor]:
 
 def moved_to(copies: Copies, storage: Path | str) -> Copies:
     """Claim that the directory said that they lie there."""
-    return {what: replace(copy, storage=str(storage)) for what, copy in copies.items()}
+    return {what: copy._replace(storage=str(storage)) for what, copy in copies.items()}
 
 
 def misses(survivor: Survivor, copies: Copies) -> set[Failure]:

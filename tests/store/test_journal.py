@@ -21,6 +21,7 @@ from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey, ChunkR
 from hetero_connector.errors import FormatError, StoreError
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.catalog.slot_geometry import SlotGeometry
+from hetero_connector.store.ssd import journal_format as module
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_connection import connect
 from hetero_connector.store.ssd.journal_format import (
@@ -167,8 +168,11 @@ def test_a_journal_of_something_else_is_refused_and_kept(
 
 
 def test_another_format_version_is_refused_with_what_to_do(journal: Journal, path: Path) -> None:
-    journal._connection.execute("UPDATE meta SET value='1' WHERE key='format_version'")
-    journal._connection.execute("DELETE FROM meta WHERE key='digest'")
+    table = META.as_table() | {"format_version": "1"}
+    rows = table | {"digest": module._digest(table)}
+    journal._connection.executemany(
+        "UPDATE meta SET value = ? WHERE key = ?", [(v, k) for k, v in rows.items()]
+    )
     journal.close()
     with pytest.raises(FormatError, match=r"version 1.*delete this directory"):
         Journal.open(path, META)
@@ -195,10 +199,17 @@ def test_another_format_version_is_refused_with_what_to_do(journal: Journal, pat
 def test_an_impossible_cut_is_damage(path: Path, slabs: object) -> None:
     table = META.as_table()
     assert parse_meta(path, table) == META
-    del table["digest"]
     whole = json.loads(table["slabs"])
     table["slabs"] = json.dumps(whole | slabs if isinstance(slabs, dict) else slabs)
+    table["digest"] = module._digest(table)
     with pytest.raises(CorruptJournalError, match="meta table cannot be read"):
+        parse_meta(path, table)
+
+
+def test_a_journal_without_its_digest_is_damaged(path: Path) -> None:
+    table = META.as_table()
+    del table["digest"]
+    with pytest.raises(CorruptJournalError, match="digest"):
         parse_meta(path, table)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -233,7 +232,7 @@ def reuse(fleet: Fleet, owner: ArtifactStore, copies: object) -> None:
 def every(**fields: object) -> Change:
     def change(fleet: Fleet, owner: ArtifactStore, copies: dict[ArtifactId, PeerCopy]) -> None:
         for key, copy in copies.items():
-            copies[key] = replace(copy, **fields)  # type: ignore[arg-type]
+            copies[key] = copy._replace(**fields)  # type: ignore[arg-type]
 
     return change
 
@@ -288,7 +287,7 @@ def test_a_checkpoint_whose_chunk_did_not_arrive_is_not_kept(
 ) -> None:
     copies = exports(owner, 8)
     bad = ArtifactId(CHUNKS[3].key, DENSE)
-    copies[bad] = replace(copies[bad], checksum=bytes(16))
+    copies[bad] = copies[bad]._replace(checksum=bytes(16))
     restore = wait(fetch(reader, copies))
     assert restore.failed == {bad: Failure.CHECKSUM}
     restore.release()
@@ -435,7 +434,7 @@ def test_a_card_finds_a_slot_by_its_place() -> None:
         for slot in range(ZONES.num_slots(kind)):
             copy = PeerCopy(OWNER, ZONES.offset(kind, slot), 1, stride, b"")
             assert card.slot_of(kind, copy) == slot
-            for wrong in (replace(copy, size_bytes=stride + 1), replace(copy, size_bytes=0)):
+            for wrong in (copy._replace(size_bytes=stride + 1), copy._replace(size_bytes=0)):
                 with pytest.raises(PeerError):
                     card.slot_of(kind, wrong)
         for at in (-4_096, 2_048, ZONES.size_bytes, 1 << 62):

@@ -566,9 +566,9 @@ def test_while_nothing_is_read_from_ssd_a_due_session_does_not_wake_the_io_threa
     stage.expect(A, at_s=stage.now_s, latest_s=stage.now_s + 100.0)
     stage.rounds()
     with patch.object(stage.store.catalog._lock, "wait") as wait:
-        stage.store.catalog.wait(1.0, rows_due_s=math.inf)
+        stage.store.catalog.wait(1.0, lambda: math.inf)
     wait.assert_called_once_with(1.0)
     stage.store.catalog.ssd_readable = True
     with patch.object(stage.store.catalog._lock, "wait") as wait:
-        stage.store.catalog.wait(1.0, rows_due_s=math.inf)
+        stage.store.catalog.wait(1.0, lambda: math.inf)
     wait.assert_not_called()

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hetero_connector.store import scrubber as module
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.scrubber import ScrubProgress
 from hetero_connector.store.ssd import slab_reader
+from hetero_connector.tools.status import progress_text
 from tests.interleaving import try_every_switch
 from tests.store.filling import (
     DENSE,
@@ -147,7 +149,8 @@ def test_an_artifact_that_left_meanwhile_is_no_damage(
 
     monkeypatch.setattr(module, "_compare", forget_first)
     done = scrub(store)
-    assert (done.state, done.chunks_checked, done.damaged) == ("complete", 6, 0)
+    assert (done.state, done.damaged) == ("complete", 0)
+    assert (done.chunks_checked, done.chunks_skipped) == (1, 5)
     assert bench.counts("heterocache_failures") == {}
     monkeypatch.undo()
     put(store, CHUNKS)
@@ -256,6 +259,19 @@ def test_a_store_in_dram_alone_is_checked(tmp_path: Path) -> None:
     assert done.bytes_checked == 6 * sum(SIZES.values())
     assert {x.tier for x in store.occupancy()} == {Tier.DRAM}
     store.close()
+
+
+def test_what_has_no_checksum_yet_does_not_count_as_checked(bench: Bench) -> None:
+    store = bench.open(run_io=False)
+    put(store, CHUNKS)
+    done = store.scrubber.run(FAST, threading.Event())
+    assert (done.chunks, done.chunks_checked, done.chunks_skipped) == (6, 0, 6)
+    assert progress_text(asdict(done)).startswith("100% of 0 chunks checked")
+    while store.run_io_round():
+        pass
+    done = store.scrubber.run(FAST, threading.Event())
+    assert (done.chunks, done.chunks_checked, done.chunks_skipped) == (6, 6, 0)
+    store.scrubber.close()
 
 
 def test_it_goes_on_while_restores_and_saves_run(bench: Bench) -> None:

@@ -208,7 +208,7 @@ def test_unused_models_go_least_recently_used_first_and_only_if_needed(tmp_path:
     for age, model in ((300, OTHER), (900, MODEL)):
         folder = ssd_space.model_directory(tmp_path, model)
         folder.mkdir()
-        (folder / "dense_kv.slab").write_bytes(bytes(MIB))
+        (folder / "slots.slab").write_bytes(bytes(MIB))
         DirectoryLock.acquire(folder / "lock").release()
         os.utime(folder / "lock", (1e9, 1e9 - age))
     taken = disk_bytes(tmp_path / OTHER.hex()[:16])
@@ -230,7 +230,7 @@ def test_foreign_files_in_the_directory_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     open_at(tmp_path, MODEL).close()
     assert mine.read_text() == "do not delete"
-    assert not (mine.parent / "dense_kv.slab").exists()
+    assert not (mine.parent / "slots.slab").exists()
     assert (tmp_path / "photos").exists()
 
 
@@ -247,7 +247,7 @@ def test_a_directory_that_is_not_ours_is_never_removed(tmp_path: Path) -> None:
     (foreign / "lock").write_text("another program's lock, 42")
     (foreign / "generation").write_text("mine")
     for folder in (foreign, elsewhere):
-        (folder / "dense_kv.slab").write_bytes(bytes(3 * MIB))
+        (folder / "slots.slab").write_bytes(bytes(3 * MIB))
     DirectoryLock.acquire(elsewhere / "lock").release()
     (root / "0123456789abcdef").symlink_to(elsewhere)
     before = tree(foreign), tree(elsewhere)
@@ -456,15 +456,6 @@ def test_another_cut_of_the_zones_forgets_everything(tmp_path: Path) -> None:
     assert larger.journal.count() == 0
     assert ["2 artifacts lost" in w for w in larger.warnings] == [True]
     larger.close()
-
-
-def test_what_a_former_release_left_of_another_model_makes_room(tmp_path: Path) -> None:
-    former = ssd_space.model_directory(tmp_path, OTHER)
-    former.mkdir()
-    (former / "dense_kv.slab").write_bytes(bytes(3 * MIB))
-    DirectoryLock.acquire(former / "lock").release()
-    open_at(tmp_path).close()
-    assert not former.exists()
 
 
 def test_another_slot_size_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:

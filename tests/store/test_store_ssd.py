@@ -14,9 +14,11 @@ import pytest
 
 from hetero_connector.artifacts.record import ArtifactId, Tier
 from hetero_connector.errors import StoreError, StoreInUseError
+from hetero_connector.store import io_thread
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure
 from hetero_connector.store.catalog.restore import Restore
+from hetero_connector.store.ssd import journal_rows
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.private_files import create_private
@@ -612,6 +614,67 @@ def test_recency_survives_a_restart(bench: Bench) -> None:
         assert tiers.take_ssd(tiers.index.add(CHUNKS[0], DENSE, SIZES[DENSE]), None)
     assert len(store.match(old)) == 1, "its window went with it"
     assert store.match(used)[1].tiers == {DENSE: Tier.SSD, WINDOW: Tier.SSD}
+    store.close()
+
+
+def test_the_order_of_use_survives_a_clock_that_was_set_back(bench: Bench) -> None:
+    """Across restarts, too: what was stored and used last leaves last."""
+    first, used, last = chain("first", 1), chain("used", 1), chain("last", 1)
+    times = [2e9]
+    with patch.object(journal_rows.time, "time", lambda: times[0]):
+        store = bench.open()
+        for chunks in (used, first):
+            put(store, chunks)
+            assert store.flush(60)
+        times[0] -= 86_400
+        store = restarted(bench, store)
+        wait(begin(store, ids_of(used))).release()
+        times[0] -= 86_400
+        store = restarted(bench, store)
+        put(store, last)
+        assert store.flush(60)
+        store = restarted(bench, store)
+    nodes = store.catalog.tiers.index.nodes
+    order = [nodes[x[0].key].artifacts[DENSE].last_used for x in (first, used, last)]
+    assert order == sorted(order)
+    store.close()
+
+
+def journal_rows_of(store: ArtifactStore) -> int:
+    assert store.folder is not None
+    journal = Journal.open_copy(store.folder / "journal.sqlite")
+    try:
+        return journal.count()
+    finally:
+        journal.close()
+
+
+def test_a_session_is_forgotten_for_good_when_the_wait_for_it_ends(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io_thread, "_IDLE_S", 3600.0)  # it is woken, or it would not come in time
+    store = bench.open()
+    put(store, CHUNKS)
+    assert store.flush(60)
+    until(lambda: store.snapshot().unsummed == 0)
+    assert journal_rows_of(store) == 12
+    assert store.forget_session("s", [CHUNKS[5].key]) == 6
+    assert store.wait_forgotten(60)
+    assert journal_rows_of(store) == 0
+    store.close()
+
+
+def test_a_session_that_the_journal_cannot_forget_is_tried_again(bench: Bench) -> None:
+    store = bench.open()
+    put(store, CHUNKS)
+    assert store.flush(60)
+    with patch.object(Journal, "forget", side_effect=StoreError("database or disk is full")):
+        store.forget_session("s", [CHUNKS[5].key])
+        assert not store.wait_forgotten(0.1)
+        until(lambda: "cause=io_error,tier=ssd" in bench.counts("heterocache_failures"))
+        assert not store.wait_forgotten(0.0)
+    assert store.wait_forgotten(60)
+    assert journal_rows_of(store) == 0
     store.close()
 
 

@@ -33,6 +33,7 @@ from hetero_connector.store.catalog.exports import ExportFeed
 from hetero_connector.store.catalog.nodes import Artifact, Node
 from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
 from hetero_connector.store.catalog.restore import Restore
+from hetero_connector.store.catalog.writes import Writes
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.store.ssd import journal_rows, reader, writer
 from tests.faults.life import MEMORY
@@ -122,6 +123,62 @@ def test_what_is_stored_is_found_while_it_moves_between_tiers(store: ArtifactSto
         begin(store, ids_of(CHUNKS[:1])).release()
         rounds(store)
     assert set(found) == {1}
+
+
+def pause_and_save(store: ArtifactStore) -> None:
+    """Save some chunks while nothing is written."""
+    store.catalog.pause_writing(math.inf)
+    put(store, CHUNKS[:3])
+    while store.run_io_round():
+        pass
+
+
+def test_all_is_written_that_is_saved_while_writing_resumes(store: ArtifactStore) -> None:
+    def prepare() -> tuple[Callable[[], object], Callable[[], object]]:
+        rounds(store, 10)
+        assert all(a.ssd is not None for a in store.catalog.tiers.index.artifacts())
+        forget_all(store)
+        pause_and_save(store)
+        return store.catalog.resume_writing, lambda: put(store, CHUNKS[3:4])
+
+    assert try_every_switch(prepare, catalog, writes, every=5) > 20
+
+
+def test_a_flush_does_not_end_before_what_was_not_written_is_queued(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "_OFFERED_AT_ONCE", 2)
+    pause_and_save(store)
+    drained: list[bool] = []
+    with at_each_step(lambda: drained.append(store.catalog.writes.is_drained), catalog, writes):
+        store.catalog.resume_writing()
+    assert len(drained) > 100
+    assert not any(drained)
+    assert len(store.catalog.writes) == 3 * len(SIZES)
+
+
+def test_what_was_not_written_is_searched_without_the_lock(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pause_and_save(store)
+    search, offer_all, offered = Writes.unwritten, Writes.offer_all, list[int]()
+
+    def search_while_another_thread_looks(asked: Writes) -> list[Artifact]:
+        thread = threading.Thread(target=store.occupancy, daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive(), "it waits for the lock"
+        return search(asked)
+
+    def offer(asked: Writes, artifacts: Sequence[Artifact]) -> None:
+        offered.append(len(artifacts))
+        offer_all(asked, artifacts)
+
+    monkeypatch.setattr(catalog, "_OFFERED_AT_ONCE", 4)
+    monkeypatch.setattr(Writes, "unwritten", search_while_another_thread_looks)
+    monkeypatch.setattr(Writes, "offer_all", offer)
+    store.catalog.resume_writing()
+    assert offered == [4, 2]
 
 
 def test_tails_can_be_asked_for_while_one_is_added(store: ArtifactStore) -> None:

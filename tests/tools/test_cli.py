@@ -6,6 +6,7 @@ import errno
 import importlib.metadata
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -31,11 +32,13 @@ from hetero_connector.planner.profile import CopyEngines, CostProfile, ProfileSu
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.ssd.directory import SsdDirectory, ssd_geometry
 from hetero_connector.store.ssd.journal import Journal
-from hetero_connector.store.ssd.journal_format import JournalRow
+from hetero_connector.store.ssd.journal_format import JournalRow, _digest
 from hetero_connector.tools import cli, doctor
 from hetero_connector.tools.doctor import Status
 from hetero_connector.transfer.checksum import checksum
 from hetero_connector.units import size_text
+from ownership.directory import opening
+from ownership.directory.memory import MemoryDirectory
 
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
 SLOTS = {KV: 64 << 10, SWA: 8 << 10}
@@ -179,7 +182,8 @@ def test_an_unreadable_model_does_not_hide_the_others(
 def test_an_older_format_is_reported(model: Path, run: Run, command: str) -> None:
     journal = Journal.open_existing(model / "journal.sqlite")
     journal._connection.execute("UPDATE meta SET value='0' WHERE key='format_version'")
-    journal._connection.execute("DELETE FROM meta WHERE key='digest'")
+    table = dict(journal._connection.execute("SELECT key, value FROM meta"))
+    journal._connection.execute("UPDATE meta SET value=? WHERE key='digest'", [_digest(table)])
     journal.close()
     code, _, err = run(command, model)
     assert code == 2
@@ -728,6 +732,19 @@ def test_doctor_on_a_fleets_directory() -> None:
         assert finding.status is status, finding
         assert server.password not in finding.as_text()
     assert "noeviction" in finding.advice
+
+
+def test_doctor_shows_no_password_of_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "127.0.0.1:1/m?sentinel_password=hunter2"
+    for url in (f"redis+sentinel://u:secret@{name}", f"https://u:secret@{name}"):
+        failed = doctor.check_directory(url)
+        assert failed.status is Status.FAIL
+        assert not {"hunter2", "secret", "<redis"} & set(re.findall(r"<?\w+", failed.as_text()))
+    assert "No master found for 'm'" in doctor.check_directory(f"redis+sentinel://{name}").detail
+    monkeypatch.setattr(opening, "open_directory", lambda url: MemoryDirectory())
+    found = doctor.check_directory(f"redis+sentinel://u:secret@{name}")
+    shown = "redis+sentinel://...@127.0.0.1:1/m?sentinel_password=..."
+    assert found.detail == f"{shown} answers, 0 workers live"
 
 
 def test_doctor_warns_of_peers_over_tcp(tmp_path: Path) -> None:

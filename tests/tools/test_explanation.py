@@ -13,6 +13,7 @@ from hetero_connector import machine
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import Tier
+from hetero_connector.engine.scheduler.clearings import Clearings
 from hetero_connector.planner.compute_model import ComputeCoefficients
 from hetero_connector.planner.load_model import TierRates
 from hetero_connector.planner.plan import WindowReplay
@@ -308,8 +309,9 @@ def test_costs_that_the_stores_engine_learned_here_are_used(
         ("[]", "neither a JSON list"),
         ("[1, true]", "neither a JSON list"),
         ("[1, 2.5]", "neither a JSON list"),
-        ("{}", "no tokenizer of 'no/such-model'"),
-        ('["some", "text"]', "no tokenizer of 'no/such-model'"),
+        ("[[1, 2, 3]]", "neither a JSON list"),
+        ('{"prompt_token_ids": [1, 2, 3]}', "neither a JSON list"),
+        ('["some", "text"]', "neither a JSON list"),
         ("2024", "no tokenizer of 'no/such-model'"),
         ("[-1, 2, 3]" + " " * 10, "token ids must be"),
         ("some text", "no tokenizer of 'no/such-model'"),
@@ -360,6 +362,14 @@ def test_a_missing_prompt_or_store_is_refused(
     assert "cannot read" in capsys.readouterr().err
     assert cli.main(["explain", str(tmp_path / "none"), str(prompt)]) == 2
     assert "not a directory" in capsys.readouterr().err
+
+
+def test_state_from_before_a_clearing_of_the_model_is_not_offered(
+    directory: Path, prompt: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Clearings.in_folder(directory).count_model("")
+    assert cli.main(["explain", str(directory), str(prompt), "--json"]) == 0
+    assert [c["boundary"] for c in json.loads(capsys.readouterr().out)["candidates"]] == [0]
 
 
 def test_state_from_before_a_reset_is_not_offered(

@@ -26,7 +26,11 @@ from hetero_connector.planner.compute_model import ComputeCoefficients
 from hetero_connector.planner.profile import CostProfile, ProfileSubject
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.ssd.directory import SsdDirectory
-from hetero_connector.store.ssd.generation_file import GENERATION_NAME, GenerationFile
+from hetero_connector.store.ssd.generation_file import (
+    GENERATION_NAME,
+    GenerationFile,
+    read_generation,
+)
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_format import JournalRow
 from hetero_connector.tools import cli, exporting, importing
@@ -282,6 +286,16 @@ def change_generation(root: Path, generation: Generation) -> None:
     file.close()
 
 
+def take_over(root: Path, generation: Generation) -> None:
+    """Let what is stored be of this generation."""
+    change_generation(root, generation)
+    directory = open_directory(root)
+    rows = list(directory.journal.load())
+    directory.journal.clear(generation.tag)
+    directory.journal.record(rows)
+    directory.close()
+
+
 def test_what_is_from_before_a_reset_is_not_exported(source: Path, target: Path) -> None:
     change_generation(source, Generation(fleet=3))
     assert exporting.export_model(source / NAME, target / NAME).artifacts == 0
@@ -291,12 +305,7 @@ def test_what_is_from_before_a_reset_is_not_exported(source: Path, target: Path)
 def test_a_new_directory_takes_over_the_generation(
     source: Path, target: Path, tmp_path: Path, generation: Generation
 ) -> None:
-    change_generation(source, generation)
-    directory = open_directory(source)
-    rows = list(directory.journal.load())
-    directory.journal.clear(generation.tag)
-    directory.journal.record(rows)
-    directory.close()
+    take_over(source, generation)
     exporting.export_model(source / NAME, target / NAME)
     report = importing.import_model(target / NAME, tmp_path / "new", SSD_BYTES / GIB)
     assert (report.artifacts, report.is_complete) == (9, True)
@@ -691,6 +700,90 @@ def test_a_killed_import_leaves_whole_artifacts_and_goes_on(
     assert len(stored(path)) < 12
     assert run("import", exported, path.parent)[0] == 0
     assert stored(path) == {**before, **stored(source / NAME)}
+
+
+_KILLED_WHILE_MAKING = """
+import os, sys
+from hetero_connector.store.ssd import directory, journal
+from hetero_connector.tools import cli
+def kill(*args, **kwargs):
+    if args[-1:] != (8192,):  # the generation's file is allocated, too
+        os._exit(9)
+{point} = kill
+sys.exit(cli.main(sys.argv[1:]))
+"""
+KILLED_AT = (
+    "directory.GenerationFile.open",
+    "directory.Journal.open",
+    "journal.parse_meta",
+    "os.posix_fallocate",
+    "directory.sync_folder",
+    "journal.Journal.clear",
+)
+
+
+@pytest.mark.parametrize("point", KILLED_AT)
+def test_an_import_that_was_killed_while_it_made_the_directory_goes_on(
+    source: Path, target: Path, tmp_path: Path, run: Run, point: str
+) -> None:
+    generation = FIRST.after_own_reset()
+    take_over(source, generation)
+    exporting.export_model(source / NAME, target / NAME)
+    path = tmp_path / "new" / NAME
+    script = _KILLED_WHILE_MAKING.format(point=point)
+    command = [sys.executable, "-c", script, "import", target, path.parent, *map(str, SIZE)]
+    assert subprocess.run(command, check=False).returncode == 9
+    assert path.exists()
+    code, _, err = run("import", target, path.parent, *SIZE)
+    assert (code, err) == (0, "")
+    assert stored(path) == stored(source / NAME)
+    assert read_generation(path / GENERATION_NAME) == generation
+
+
+def test_an_import_that_found_no_space_for_the_slab_goes_on(
+    exported: Path, source: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate = os.posix_fallocate
+
+    def full(fd: int, offset: int, size: int) -> None:
+        if size > 1 << 20:
+            raise OSError(28, "No space left on device")
+        allocate(fd, offset, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        assert run("import", exported, tmp_path / "new", *SIZE)[0] == 2
+    assert run("import", exported, tmp_path / "new", *SIZE)[0] == 0
+    assert stored(tmp_path / "new" / NAME) == stored(source / NAME)
+
+
+def test_a_directory_that_lost_its_slab_is_left_to_its_engine(
+    exported: Path, tmp_path: Path, run: Run
+) -> None:
+    path = fill(tmp_path / "other", chunks=2, first=50)
+    (path / "slots.slab").unlink()
+    code, _, err = run("import", exported, path.parent, *SIZE)
+    assert code == 2
+    assert "start its engine once" in err
+    journal = Journal.open_copy(path / "journal.sqlite")
+    assert journal.count() == 3
+    journal.close()
+
+
+def test_first_exports_that_were_interrupted_do_not_pile_up(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ExportIndex, "write", interrupt)
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                exporting.export_model(source / NAME, target / NAME)
+            assert len(list(segments(target / NAME))) == 1
+    assert exporting.export_model(source / NAME, target / NAME).artifacts == 9
+    assert len(list(segments(target / NAME))) == 1
 
 
 def test_a_killed_export_leaves_the_earlier_one(source: Path, exported: Path, run: Run) -> None:

@@ -82,7 +82,10 @@ class Admissions:
         They may be fewer than the restorer answered. A parked request is admitted once more, with 0
         tokens, when its load has ended.
         """
-        request_id = tracker.request.request_id
+        request_id, computed = tracker.request.request_id, tracker.request.num_computed_tokens
+        # With computed tokens it is admitted once more: a load between steps has ended, this
+        # connector's or that of another one in a MultiConnector.
+        is_counted = computed > 0 and not self.is_parked(request_id)
         self.end_parking(request_id)
         if tokens and tracker.restore is not None and tracker.restore.plan.parked:
             self._parked[request_id] = tracker.restore.plan.chunks[-1].chunk.key
@@ -97,6 +100,9 @@ class Admissions:
             self._replays.on_admitted(tracker, manager)
         except Exception as error:  # vLLM may have published windows that are not exact
             self._report_lost(tracker, "replay", error)
+        if not (is_counted or self.is_parked(request_id)):
+            num_tokens = int(tracker.request.num_tokens)
+            self._counter.sources.add_admitted(num_tokens, tracker.local_tokens)
 
     def is_parked(self, request_id: str) -> bool:
         """True while vLLM waits for the end of the request's load."""
@@ -191,7 +197,6 @@ class Admissions:
         self.end_parking(request_id)
         if tracker in self.admitted:
             self.admitted.remove(tracker)
-        self.lost = [x for x in self.lost if x.request_id != request_id]
 
     def _loaders(self) -> dict[ChunkKey, str]:
         loaders = self._shared.loaders()

@@ -26,7 +26,7 @@ from hetero_connector.engine.scheduler.session_book import (
     SessionRecord,
     session_name,
 )
-from hetero_connector.engine.scheduler.step_calls import StepCalls
+from hetero_connector.engine.scheduler.step_calls import NOT_DONE, StepCalls
 from hetero_connector.errors import CommandError, MalformedCommandError
 from hetero_connector.session_ids import session_key, tenant_of
 from hetero_connector.spec.state_types import Family
@@ -40,6 +40,8 @@ Result = dict[str, Any]
 
 _STEP_S = 20.0
 """Longest wait for a step of the engine."""
+_JOURNAL_S = 5.0
+"""Longest wait for the journal to forget a session."""
 _MAX_SECONDS = 86_400.0
 _MAX_TEXT = 4_096
 _POLL_S = 0.02
@@ -50,6 +52,8 @@ class Engine(Protocol):
 
     root: ChainRoot
     """Any thread may read its hasher."""
+    is_stopped: bool
+    """True once nothing is restored or saved any more. Any thread may read it."""
 
     def reset(self) -> bool:
         """Forget everything stored."""
@@ -120,21 +124,22 @@ class Commands:
         return self.steps.call(self._clear_all, _STEP_S)
 
     def warm(self, arguments: Arguments) -> Result:
-        """Stage what is stored of a prompt in DRAM, and wait for it."""
+        """Stage what is stored of a prompt in DRAM, wait for it, and let it leave late."""
         take = Taker(arguments, "tokens", "salt", "keep_s", "wait_s")
         tokens, salt = take.tokens("tokens"), take.text("salt")
         keep_s = take.seconds("keep_s", 600.0)
         wait_s = take.seconds("wait_s", 20.0)
+        self._check_restores()
         chain = self._new_chain(salt)
         chain.extend(tokens)
         leaves = _leaves(self._store, chain)
         if not leaves:
             return {"tokens": len(tokens), "stored_tokens": 0, "dram_tokens": 0}
-        now_s, name = self._store.catalog.clock(), PromptName(leaves[0])
+        now_s, name, tenant = self._store.catalog.clock(), PromptName(leaves[0]), tenant_of(salt)
+        until_s = now_s + keep_s
+        self._store.protect_chain(name, leaves, until_s, tenant)
         self._store.expect(
-            ExpectedReturn(
-                name, leaves, now_s, now_s + keep_s, 1.0, tenant_of(salt), is_ordered=True
-            )
+            ExpectedReturn(name, leaves, now_s, until_s, 1.0, tenant, is_ordered=True)
         )
         deadline = time.monotonic() + wait_s
         while True:
@@ -151,7 +156,8 @@ class Commands:
     def drain(self, arguments: Arguments) -> Result:
         """Store nothing new, and write what is in DRAM to SSD; `resume`: store again.
 
-        What workers copy at the moment is waited for and written, too.
+        What workers copy at the moment is waited for and written, too. `unwritten`: the artifacts
+        that the SSD or the write budget had no room for.
         """
         take = Taker(arguments, "resume", "wait_s")
         resumes, wait_s = take.flag("resume"), take.seconds("wait_s", 60.0)
@@ -168,9 +174,17 @@ class Commands:
         is_written = self._store.flush(max(0.0, deadline - time.monotonic()))
         answer = {"draining": True, "written": is_written and not self._awaits_copies()}
         health = self._store.health()
-        if not answer["written"] and not (health.ssd_writable and health.io_alive):
+        if not answer["written"]:
+            if health.ssd_writable and health.io_alive:
+                return answer
             return {**answer, "reason": "the SSD cannot be written: the engine's log says why"}
-        return answer
+        if not (unwritten := self._store.num_unwritten()):
+            return answer
+        reason = (
+            f"{unwritten:,} artifacts are in DRAM alone and end with the engine: the SSD has no "
+            "room for them (ssd_gib), or the day's writes are spent (ssd_write_gib_per_day)"
+        )
+        return {"draining": True, "written": False, "unwritten": unwritten, "reason": reason}
 
     def scrub(self, arguments: Arguments) -> Result:
         """Begin to check all that is stored, at `mib_per_s`; `stop`: end that."""
@@ -179,6 +193,11 @@ class Commands:
         scrubber = self._store.scrubber
         if stops:
             scrubber.stop()
+        elif self._store.io_thread is None:
+            raise CommandError(
+                "nothing can be checked: without ssd_dir or a directory this engine makes no "
+                "checksums, unless it has verify: all"
+            )
         elif not scrubber.start(mib_per_s * MIB):
             raise CommandError("a scrub is running already: see its progress in the status")
         return {"scrub": asdict(scrubber.progress) if scrubber.progress else None}
@@ -199,6 +218,7 @@ class Commands:
         """
         take = Taker(arguments, "session", "tokens", "salt", "seconds")
         seconds = take.seconds("seconds", 3_600.0)
+        self._check_restores()
         name, leaves, tenant = self._pinned_chain(take)
         pinned = self._store.retention.pin_chain(name, leaves, seconds, tenant, is_bounded=False)
         if isinstance(pinned, PinRefusal):
@@ -225,6 +245,10 @@ class Commands:
         name = PromptName(chain.ending_at(chain.num_tokens).key)
         return name, _leaves(self._store, chain), tenant_of(salt)
 
+    def _check_restores(self) -> None:
+        if self._engine.is_stopped:
+            raise CommandError("this engine restores nothing since a load has failed: restart it")
+
     def _new_chain(self, salt: str | None) -> RequestChain:
         """Return the empty chain of a prompt that is token ids alone, under today's root."""
         return RequestChain(self._engine.root.hasher, text_keys(salt, self.clearings))
@@ -237,9 +261,11 @@ class Commands:
     def _clear_salt(self, salt: str) -> Result:
         tenant = tenant_of(salt)
         problem = self.clearings.count_salt(salt)  # from now on nothing from before is found
-        pages = self._rename(Cleared(salt=salt))
-        self._store.retention.release(lambda _, owner: owner == tenant)
-        chunks = self._forget_all(lambda record: record.tenant == tenant)
+        try:
+            pages = self._rename(Cleared(salt=salt), problem)
+        finally:
+            self._store.retention.release(lambda _, owner: owner == tenant)
+            chunks = self._forget_all(lambda record: record.tenant == tenant)
         return {"cleared": "salt", "chunks": chunks, "pages": pages, **_kept(problem)}
 
     def _clear_model(self, name: str) -> Result:
@@ -248,21 +274,36 @@ class Commands:
         is_known = not model or self.clearings.of_model(model) > 0
         is_known |= any(model in record.models for _, record in self._book.newest())
         problem = self.clearings.count_model(model)
-        pages = self._rename(Cleared(model=model))
-        if not model:
-            self._store.retention.release(lambda user, _: isinstance(user, PromptName))
-        chunks = self._forget_all(lambda record: record.models == {model})
+        try:
+            pages = self._rename(Cleared(model=model), problem)
+        finally:
+            if not model:
+                self._store.retention.release(lambda user, _: isinstance(user, PromptName))
+            chunks = self._forget_all(lambda record: record.models == {model})
         answer = {"cleared": "model", "chunks": chunks, "pages": pages, "known": is_known}
         return {**answer, **_kept(problem)}
 
-    def _rename(self, what: Cleared) -> bool:
-        """Name the chains of these requests anew; return whether vLLM's own cache is empty."""
+    def _rename(self, what: Cleared, problem: str | None) -> bool:
+        """Name the chains of these requests anew; return whether vLLM's own cache is empty.
+
+        CommandError if the engine does not step: its next step does it. `problem`: why the clearing
+        is not kept; None: it is.
+        """
 
         def rename() -> bool:
             self._engine.on_cleared(what)
             return self._engine.reset_pages()
 
-        return self.steps.call(rename, _STEP_S)
+        try:
+            return self.steps.call(rename, _STEP_S)
+        except CommandError as error:
+            self.steps.leave(rename)
+            kept = "" if problem is None else f", but a later engine would find it: {problem}"
+            raise CommandError(
+                f"half carried out: nothing that was stored is found any more{kept}. Requests that "
+                "run, and vLLM's own prefix cache, follow at the engine's next step: "
+                + str(error).removeprefix(NOT_DONE)
+            ) from error
 
     def _forget_all(self, is_meant: Callable[[SessionRecord], bool]) -> int:
         """Forget the sessions with such records; return the number of their chunks."""
@@ -273,12 +314,19 @@ class Commands:
         )
 
     def _clear_session(self, session: str, salt: str | None) -> Result:
-        known, record = self._find_session(session, salt)
-        if record.ended is None:
-            raise CommandError("a turn of the session is running: clear it afterwards")
+        def begin() -> tuple[Hashable, SessionRecord, bool]:
+            """No turn begins or ends meanwhile."""
+            known, record = self._find_session(session, salt)
+            if record.ended is None:
+                raise CommandError("a turn of the session is running: clear it afterwards")
+            return known, record, self._engine.reset_pages()
+
+        known, record, pages = self.steps.call(begin, _STEP_S)
         chunks = self._forget(known, record.leaves)
-        pages = self.steps.call(self._engine.reset_pages, _STEP_S)
-        return {"cleared": "session", "chunks": chunks, "pages": pages}
+        problem = None
+        if not self._store.wait_forgotten(_JOURNAL_S):
+            problem = f"the journal of {self._store.folder} could not be changed: see the log"
+        return {"cleared": "session", "chunks": chunks, "pages": pages, **_kept(problem)}
 
     def _find_session(self, session: str, salt: str | None) -> tuple[Hashable, SessionRecord]:
         """Return the session with this id under the salt, or with this name."""

@@ -135,9 +135,9 @@ def _step_mix(scheduled: Mapping[str, int], trackers: Mapping[str, RequestTracke
     work = 0.0
     prefill_tokens = decodes = context_tokens = 0
     for request_id, new_tokens in scheduled.items():
-        request = trackers[request_id].request
-        computed = request.num_computed_tokens
-        if computed >= request.num_prompt_tokens:
+        tracker = trackers[request_id]
+        computed = tracker.request.num_computed_tokens
+        if computed >= tracker.decodes_from:
             decodes += 1
             context_tokens += computed
         else:

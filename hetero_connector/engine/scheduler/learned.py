@@ -23,7 +23,7 @@ MIN_SAMPLES = 8
 _INTERVAL_S = 30.0
 _CLOSE_S = 2.0
 """A disk that hangs delays the end of an engine no longer than that."""
-_MAX_BYTES = 1 << 20
+MAX_LEARNED_BYTES = 1 << 20
 
 
 def read_learned(path: Path, subject: ProfileSubject) -> CostProfile | None:
@@ -33,7 +33,7 @@ def read_learned(path: Path, subject: ProfileSubject) -> CostProfile | None:
     another model or machine.
     """
     try:
-        profile = CostProfile.from_json(read_private(path, _MAX_BYTES))
+        profile = CostProfile.from_json(read_private(path, MAX_LEARNED_BYTES))
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -157,9 +157,17 @@ def media_ids(config: HeteroConfig, vllm_config: VllmConfig) -> MediaIds:
     model = vllm_config.model_config
     if not model.supports_multimodal_inputs:
         return MediaIds.CONTENT
-    media = model.get_multimodal_config()
+    media, encoders = model.get_multimodal_config(), vllm_config.ec_transfer_config
     has_cache = media.mm_processor_cache_gb > 0
     if not config.trust_client_media_ids:
+        if encoders is not None and encoders.is_ec_consumer:
+            # Items may come without their tensors. What is left is equal for images of one size.
+            logger.warning(
+                "HeteroConnector: requests with multi-modal items are not cached: an EC consumer "
+                "(--ec-transfer-config) may get their embeddings by name, without their contents. "
+                "Set trust_client_media_ids if clients can be trusted"
+            )
+            return MediaIds.NONE
         if not (has_cache and media.mm_processor_cache_type == "shm"):
             return MediaIds.CONTENT
         logger.warning(

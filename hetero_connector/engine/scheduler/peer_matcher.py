@@ -95,6 +95,8 @@ class _Search:
     """Number of lookups so far."""
     is_read: bool = False
     """True once the answer of `lookup` has been taken over."""
+    earlier: _Search | None = None
+    """The search that `lookup` repeats, until it is answered. Used if it is not."""
     remote: dict[int, StoredChunk] = field(default_factory=dict)
     """Full chunks at peers, by their end."""
     remote_tails: dict[int, StoredChunk] = field(default_factory=dict)
@@ -156,6 +158,9 @@ class PeerMatcher:
                 return True
             self._searches[request_id] = search
         while search.lookup.poll():
+            if search.earlier is not None and not search.lookup.found:
+                self._searches[request_id] = search.earlier
+                return True
             if not search.is_read:
                 self._read_answer(search)
                 self._look_up_tails(self._fleet, tracker, search, limit)
@@ -169,6 +174,7 @@ class PeerMatcher:
                     return True
                 again.retry_until_s = search.retry_until_s
                 again.asked = search.asked + 1
+                again.earlier = search
                 search = self._searches[request_id] = again
         return False
 
@@ -292,7 +298,7 @@ class PeerMatcher:
 
     def _read_answer(self, search: _Search) -> None:
         found = search.lookup.found
-        search.is_read = True
+        search.is_read, search.earlier = True, None
         looked_up = (*search.chunks, *search.tails)
         for index, (chunk, records) in enumerate(zip(looked_up, found, strict=False)):
             copies = self._without_wrong_sizes(chunk, records)

@@ -179,17 +179,25 @@ class Predictions:
         for action in decision.actions:
             self._recorder.add("heterocache_actions", action=action.value)
         self._recorder.add("heterocache_decisions", choice=wait.choice)
-        predicted_s, benefit_s = decision.predicted.ttft_s, decision.reuse_benefit_s
+        predicted_s = decision.predicted.ttft_s
         self._recorder.observe("heterocache_ttft_seconds", predicted_s, kind="predicted")
         self._recorder.observe("heterocache_ttft_seconds", took_s, kind="observed")
         if predicted_s > 0:
             ratio = took_s / predicted_s
             self._recorder.observe("heterocache_prediction_ratio", ratio, choice=wait.choice)
-        late_s = took_s - predicted_s
-        self._recorder.observe("heterocache_reuse_benefit_seconds", benefit_s, kind="predicted")
-        observed_s = benefit_s - late_s
-        self._recorder.observe("heterocache_reuse_benefit_seconds", observed_s, kind="observed")
-        if observed_s < 0 < benefit_s:
+        if wait.admission is not None and wait.admission.restore is not None:
+            self._record_benefit(decision.reuse_benefit_s, took_s - predicted_s)
+
+    def _record_benefit(self, predicted_s: float, late_s: float) -> None:
+        """Record what a restore saved. Losses have sums of their own, so that no sum falls."""
+        observed_s = predicted_s - late_s
+        for kind, seconds in (
+            ("predicted", predicted_s),
+            ("observed", max(0.0, observed_s)),
+            ("lost", max(0.0, -observed_s)),
+        ):
+            self._recorder.observe("heterocache_reuse_benefit_seconds", seconds, kind=kind)
+        if observed_s < 0 < predicted_s:
             self._recorder.add("heterocache_lost_restores")
 
     def _report(

@@ -369,6 +369,7 @@ def extra_keys(request: Request, identity: RequestIdentity, clearings: Clearings
             tokens = request.prompt_is_token_ids
             mask = None if tokens is None else list(tokens[start:end])
             own.append(["embeds", tensor_digest(embeds[start:end]), mask])
-        return encode([identity.lora, own])
+        # Up to its first item, a prompt has the keys of the same text alone.
+        return encode([identity.lora, own]) if own or salt or identity.lora else b""
 
     return keys

@@ -17,7 +17,7 @@ class WorkAhead(NamedTuple):
     """The work that tracked requests have before a new request, or at the same time."""
 
     queued_tokens: int
-    """Prompt tokens that running requests have not computed."""
+    """Tokens that running requests compute before they decode."""
     decodes: int
     """Running requests that decode."""
     waiting_tokens: int
@@ -37,7 +37,7 @@ class RequestQueue:
         match, which is the order of vLLM's queue."""
         self._waiting_tokens = 0
         self._prefilling: dict[str, int] = {}
-        """Prompt tokens left to each running request that prefills."""
+        """Tokens left to each running request before it decodes."""
         self._prefilling_tokens = 0
         self._decoding: set[str] = set()
         self._admitted: list[RequestTracker] = []
@@ -57,9 +57,9 @@ class RequestQueue:
         """Count the tokens of each request that the step being built computes."""
         self._settle()
         for request_id in [x for x in self._prefilling if x in scheduled]:
-            request = trackers[request_id].request
-            computed = request.num_computed_tokens + scheduled[request_id]
-            self._run(request_id, request.num_prompt_tokens - computed)
+            tracker = trackers[request_id]
+            computed = tracker.request.num_computed_tokens + scheduled[request_id]
+            self._run(request_id, tracker.decodes_from - computed)
 
     def remove(self, request_id: str) -> None:
         self._settle()
@@ -96,7 +96,7 @@ class RequestQueue:
         """Count the tokens left to requests that were admitted since the last call."""
         for tracker in self._admitted:
             request = tracker.request
-            self._run(request.request_id, request.num_prompt_tokens - request.num_computed_tokens)
+            self._run(request.request_id, tracker.decodes_from - request.num_computed_tokens)
         self._admitted.clear()
 
     def _run(self, request_id: str, tokens: int) -> None:

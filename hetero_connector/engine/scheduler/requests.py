@@ -138,6 +138,14 @@ class RequestTracker:
         self.handoff_tokens = 0
 
     @property
+    def decodes_from(self) -> int:
+        """The number of computed tokens from which on the request decodes.
+
+        A preempted request computes its answer again, too, before it decodes its last token.
+        """
+        return max(int(self.request.num_prompt_tokens), int(self.request.num_tokens) - 1)
+
+    @property
     def left_to_compute(self) -> int:
         """Tokens after those that are computed, will be restored, or were in pages at the match."""
         if self.restore is not None:

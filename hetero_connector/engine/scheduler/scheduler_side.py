@@ -177,9 +177,9 @@ class SchedulerSide:
         self._status: StatusServer | None = None
         self._keeper: LearnedKeeper | None = None
         self._early = EarlySaves(self._saver, recorder, layout.model)
-        self._broken = False
-        """True once a load has failed on a worker, which loads and saves nothing from then on, or
-        once the store is closed."""
+        self.is_stopped = False
+        """True once a load has failed on a worker, or the store is closed. Any thread may read."""
+        recorder.set("heterocache_cache_alive", 1.0)
         self._has_unanswered = False
         """True if a request got no answer from `match` since the last step."""
         self._kv_cache_manager: KVCacheManager | None = None
@@ -212,7 +212,7 @@ class SchedulerSide:
             return 0, False
         tracker.local_tokens = local_tokens
         self._admissions.end_parking(request.request_id)  # if its load was lost, vLLM asks again
-        if self._broken or tracker.is_lost or self.identifier.is_distrusted(request):
+        if self.is_stopped or tracker.is_lost or self.identifier.is_distrusted(request):
             self._restorer.forget(tracker)
             return 0, False
         try:
@@ -236,13 +236,12 @@ class SchedulerSide:
         tracker.admitting = True
         if request.num_computed_tokens == 0:  # else it is a parked load that has ended
             tracker.outdated = self.root.may_be_outdated(request, tracker.local_tokens)
-            self.predictions.on_admitted(tracker, num_external_tokens > 0, stopped=self._broken)
+            self.predictions.on_admitted(tracker, num_external_tokens > 0, stopped=self.is_stopped)
         assert self._kv_cache_manager is not None
         self._admissions.admit(tracker, num_external_tokens, self._kv_cache_manager)
         self._peers.forget(tracker)
         if not self._admissions.is_parked(request.request_id):
             self._queue.on_admitted(tracker)
-            self._counter.sources.add_admitted(int(request.num_tokens), tracker.local_tokens)
         if self._events is not None:
             self._events.on_admitted(tracker)
 
@@ -275,7 +274,8 @@ class SchedulerSide:
         for request_id in output.preempted_req_ids or ():
             if (tracker := self._trackers.get(request_id)) is not None:
                 tracker.preemptions += 1
-                self._queue.enqueue(tracker)
+                if request_id not in output.num_scheduled_tokens:  # else admitted again already
+                    self._queue.enqueue(tracker)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             try:
                 with self._saver.all_or_none():
@@ -285,8 +285,9 @@ class SchedulerSide:
 
     def on_report(self, report: WorkerReport) -> None:
         """`update_connector_output`: seal the finished saves and release the finished loads."""
-        self._broken |= report.broken
         if report.broken:
+            self.is_stopped = True
+            self._recorder.set("heterocache_cache_alive", 0.0)
             self._shared.drop()
         if report.broken and self._events is not None:
             self._events.on_new_root(None)
@@ -330,7 +331,7 @@ class SchedulerSide:
         self._admissions.forget(tracker)
         # Without a step since its admission, a load may still fill its pages: this connector's, or
         # that of another one in a MultiConnector.
-        has_wrong_pages = tracker.admitting or tracker.outdated or self._broken
+        has_wrong_pages = tracker.admitting or tracker.outdated or self.is_stopped
         if not has_wrong_pages and self._may_save(tracker):
             try:
                 with self._saver.all_or_none():
@@ -398,7 +399,7 @@ class SchedulerSide:
         Another thread may call it. Then nothing is restored or saved any more, but what vLLM has
         admitted is still loaded: it counts on the tokens.
         """
-        self._broken = True
+        self.is_stopped = True
         self.idle_steps.close()
         self.commands.steps.close()
         if self._status is not None:
@@ -415,7 +416,7 @@ class SchedulerSide:
         """Drop everything about running requests that belongs to the old root of the chains."""
         self._change_root(self._trackers.values())
         if self._events is not None:
-            self._events.on_new_root(None if self._broken else hasher.root)
+            self._events.on_new_root(None if self.is_stopped else hasher.root)
 
     def _change_root(self, trackers: Collection[RequestTracker]) -> None:
         for tracker in trackers:
@@ -452,8 +453,7 @@ class SchedulerSide:
     def _engine_load(self, new: RequestTracker) -> EngineLoad:
         """Return the tracked work that the engine has before the request `new`."""
         queued, decodes, waiting = self._queue.work_ahead_of(new)
-        reading = self.store.reading_bytes
-        share = self._hidden_share
+        reading, share = self.store.reading_bytes, self._hidden_share
         return EngineLoad(queued, decodes, reading, share, waiting, self._parking)
 
     def _track(self, request: Request) -> RequestTracker | UnidentifiedReason:
@@ -480,7 +480,7 @@ class SchedulerSide:
         if tracker is None:
             return
         self.predictions.on_progress(tracker)
-        if tracker.outdated or self._broken or not self._may_save(tracker):
+        if tracker.outdated or self.is_stopped or not self._may_save(tracker):
             return
         computed = tracker.request.num_computed_tokens
         if tracker.admitting:

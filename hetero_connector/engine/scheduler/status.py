@@ -112,9 +112,11 @@ class EngineStatus:
 
     def _summarise(self, num_pins: int) -> dict[str, Any]:
         joined = self._recorder.gauge("heterocache_directory_joined")
+        cache_alive = self._recorder.gauge("heterocache_cache_alive")
         return {
             **self._begin(),
             "health": {
+                "cache_alive": bool(cache_alive),
                 **self._store.health()._asdict(),
                 "directory_joined": None if joined is None else bool(joined),
             },

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from hetero_connector.errors import CommandError
 
 _Result = TypeVar("_Result")
+NOT_DONE = "not carried out: "
+"""The beginning of an error after which nothing was done."""
 
 
 class StepCalls:
@@ -20,6 +22,8 @@ class StepCalls:
         """`request_step` lets an idle engine step. It raises CommandError if it must not."""
         self._request_step = request_step
         self._calls = deque[tuple[Future[Any], Callable[[], Any]]]()
+        self._left = deque[tuple[Future[Any], Callable[[], Any]]]()
+        """Run by the next step, whenever that is: the engine is not asked for it."""
         self._is_closed = False
 
     @property
@@ -44,7 +48,7 @@ class StepCalls:
             if not future.cancel():  # it runs now, and ends
                 return future.result()
             raise CommandError(
-                f"not carried out: the engine has not stepped for {timeout_s:.0f} s. It may be "
+                f"{NOT_DONE}the engine has not stepped for {timeout_s:.0f} s. It may be "
                 "paused, or compute one long step: repeat the command later. An engine inside the "
                 "caller's process steps only while it has requests"
             ) from None
@@ -56,15 +60,20 @@ class StepCalls:
                 with suppress(ValueError):  # a step, or the end of the engine, has taken it
                     self._calls.remove(entry)
 
+    def leave(self, function: Callable[[], object]) -> None:
+        """Have the next step run `function`. Nothing waits for it."""
+        self._left.append((Future(), function))
+
     def run(self) -> None:
         """Run the calls that wait. Belongs to the scheduler's thread."""
-        while self._calls:
-            future, function = self._calls.popleft()
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function())
-                except Exception as error:  # its caller's to handle
-                    future.set_exception(error)
+        for calls in (self._left, self._calls):
+            while calls:
+                future, function = calls.popleft()
+                if future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(function())
+                    except Exception as error:  # its caller's to handle
+                        future.set_exception(error)
 
     def close(self) -> None:
         """Refuse the calls that wait, and all later ones."""
@@ -75,4 +84,4 @@ class StepCalls:
         while self._calls:
             future, _ = self._calls.popleft()
             if future.set_running_or_notify_cancel():
-                future.set_exception(CommandError("not carried out: the engine is ending"))
+                future.set_exception(CommandError(f"{NOT_DONE}the engine is ending"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +13,7 @@ from vllm.config.cache import CacheDType
 from vllm.platforms import current_platform
 
 from hetero_connector import __version__, machine
+from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.identity import (
     Fingerprint,
     canonical_config,
@@ -20,15 +22,17 @@ from hetero_connector.artifacts.identity import (
     tokenizer_digest,
     weights_digest,
 )
+from hetero_connector.artifacts.model_files import DIGEST_BYTES
 from hetero_connector.artifacts.tensor_parallel import whole_model
 from hetero_connector.engine.startup.rendezvous import WorkerGeometry
 from hetero_connector.engine.startup.rounding import SHARED
-from hetero_connector.errors import UnsupportedModelError
+from hetero_connector.errors import IdentityError, UnsupportedModelError
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.profile import ProfileSubject
+from hetero_connector.spec import StateType
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 PLATFORMS = ("cpu", "cuda")
@@ -40,6 +44,8 @@ _UNFAITHFUL_BACKENDS = {
     ),
 }
 """Attention backends on which even the engine's own prefix hit changes the answer."""
+_PART_REPOSITORIES = ("text_model_id", "audio_model_id")
+"""Fields of a config that name repositories with weights of the model's parts (Ultravox)."""
 
 
 def fingerprint(
@@ -57,12 +63,11 @@ def fingerprint(
     """
     model = config.model_config
     source = locate_model(model.model, model.revision)
-    tokenizer = Path(model.tokenizer) if model.tokenizer else source.path
     return Fingerprint(
         architecture=str(model.architecture),
         hf_config=canonical_config(model.hf_config.to_dict()),
-        weights=weights_digest(source.path),
-        tokenizer=tokenizer_digest(tokenizer if tokenizer.exists() else source.path),
+        weights=_weights(config.load_config, model.model, model.revision, source.path),
+        tokenizer=_tokenizer(model, source.path),
         quantization=model.quantization,
         kv_cache_dtype=str(config.cache_config.cache_dtype),
         model_dtype=_dtype(config),
@@ -115,11 +120,20 @@ def engine_version() -> str:
     return str(vllm.__version__)
 
 
-def unsupported_reason(geometry: WorkerGeometry) -> str | None:
+def unsupported_reason(geometry: WorkerGeometry, config: VllmConfig) -> str | None:
     """Return why nothing may be stored for this engine; None if it is supported."""
     for backend in geometry.attention_backends:
         if backend in _UNFAITHFUL_BACKENDS:
             return _UNFAITHFUL_BACKENDS[backend]
+    model, max_tokens = geometry.model, config.model_config.max_model_len
+    if not model.stored_layers:
+        return "it keeps no state that a later request could use"
+    if StateType.RECURRENT in model.state_types and model.alignment >= max_tokens:
+        return (
+            f"its recurrent state can be resumed every {model.alignment:,} tokens only, and a "
+            f"request has at most {max_tokens:,}: switch vLLM's prefix cache on "
+            "(--enable-prefix-caching)"
+        )
     return None
 
 
@@ -152,6 +166,11 @@ def check_supported(config: VllmConfig) -> None:
             "HiSparse keeps part of the KV cache in host memory, in blocks of its own, which "
             "HeteroConnector cannot copy: set hisparse_config in --attention-config to null"
         )
+    if config.load_config.load_format == "tensorizer":
+        raise UnsupportedModelError(
+            "--load-format tensorizer loads other weights than the model's files, whose digest "
+            "identifies what is stored: set --load-format auto"
+        )
     dtypes = [config.cache_config.cache_dtype]
     if config.speculative_config is not None and config.speculative_config.kv_cache_dtype:
         dtypes.append(config.speculative_config.kv_cache_dtype)
@@ -167,7 +186,33 @@ def _dtype(config: VllmConfig) -> str:
     return str(config.model_config.dtype).removeprefix("torch.")
 
 
-def _draft(speculative: Any) -> dict[str, Any]:
+def _weights(load: LoadConfig, model: str, revision: str | None, code: Path | None = None) -> bytes:
+    """Return the digest of the files that vLLM has loaded.
+
+    Dummy weights have none: they follow from the config and the seed. `code`: the model's files in
+    Hugging Face's own cache, where code is read from also with `--download-dir`.
+    """
+    if load.load_format == "dummy":
+        return b""
+    return weights_digest(locate_model(model, revision, load.download_dir).path, code)
+
+
+def _tokenizer(model: ModelConfig, source: Path) -> bytes:
+    """Return the digest of the tokenizer's files.
+
+    An engine may run where its tokenizer is not, if its API server is elsewhere or has none; then
+    it is that of the tokenizer's name.
+    """
+    if not model.tokenizer:
+        return tokenizer_digest(source)
+    try:
+        return tokenizer_digest(locate_model(model.tokenizer, model.tokenizer_revision).path)
+    except IdentityError:
+        name = encode(["tokenizer", model.tokenizer, model.tokenizer_revision])
+        return hashlib.blake2b(name, digest_size=DIGEST_BYTES).digest()
+
+
+def _draft(speculative: Any, target_load: LoadConfig) -> dict[str, Any]:
     """Return the draft model's identity: its layers have KV among the cache layers.
 
     A draft without files (ngram, MTP) is identified by its method and settings.
@@ -176,7 +221,7 @@ def _draft(speculative: Any) -> dict[str, Any]:
     settings = f"{speculative.method} {speculative.num_speculative_tokens}"
     if draft is None or not getattr(draft, "model", None):
         return {"draft_model": settings}
-    weights = weights_digest(locate_model(draft.model, draft.revision).path)
+    weights = _weights(speculative.draft_load_config or target_load, draft.model, draft.revision)
     return {
         "draft_model": f"{settings} {weights.hex()}",
         "draft_config": canonical_config(draft.hf_config.to_dict()),
@@ -227,14 +272,14 @@ def _length(model: Any) -> int:
 def _extras(
     config: VllmConfig, geometry: WorkerGeometry, source: Path, *, any_tp: bool
 ) -> dict[str, str]:
-    model, cache = config.model_config, config.cache_config
-    is_dummy = config.load_config.load_format == "dummy"
+    model, cache, load = config.model_config, config.cache_config, config.load_config
     extras: dict[str, Any] = {
         "device": geometry.device,
         "max_model_len": _length(model),
         "attention_temperature": model.override_generation_config.get("attn_temperature_tuning"),
-        "load_format": config.load_config.load_format,
-        "seed": model.seed if is_dummy else "",
+        "load_format": load.load_format,
+        "seed": model.seed if load.load_format == "dummy" else "",
+        "quantization_config": repr(model.quantization_config),
         "mamba_cache_dtype": cache.mamba_cache_dtype,
         "mamba_ssm_cache_dtype": cache.mamba_ssm_cache_dtype,
         "expert_parallel": config.parallel_config.enable_expert_parallel,
@@ -244,7 +289,10 @@ def _extras(
     if config.parallel_config.pipeline_parallel_size > 1:  # compiled stages may round differently
         extras["pipeline_stages"] = config.parallel_config.pipeline_parallel_size
     if config.speculative_config is not None:
-        extras |= _draft(config.speculative_config)
+        extras |= _draft(config.speculative_config, load)
+    for name in _PART_REPOSITORIES:
+        if repository := getattr(model.hf_config, name, None):
+            extras[name] = _weights(load, repository, None).hex()
     if config.lora_config is not None:
         extras |= _lora(config.lora_config)
     if model.multimodal_config is not None:

@@ -103,10 +103,12 @@ def equal_on_all_ranks(config: VllmConfig, platform: str) -> bool:
 
     Their input is the same if the all-reduce adds up in the same order on every rank: NCCL and
     vLLM's own on CUDA do (csrc/custom_all_reduce.cuh), those of the CPU build do not. Their weights
-    are the same unless a rank quantises them itself: the scale then depends on its other heads.
+    are the same unless a rank quantises them itself, also only those that a quantised checkpoint
+    has left out (`--quantization-config`): the scale then depends on its other heads.
     """
     model = config.model_config
-    return platform == "cuda" and (model.quantization is None or model.is_quantized)
+    is_read = model.is_quantized and model.quantization_config is None
+    return platform == "cuda" and (model.quantization is None or is_read)
 
 
 def preferred_layout(config: VllmConfig) -> str | None:

@@ -8,14 +8,17 @@ share. This runs in a worker's process, where the device and the number of threa
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import asdict
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import envs
 from vllm.platforms import current_platform
 
 from hetero_connector import machine
+from hetero_connector.artifacts.identity import canonical_config
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig
@@ -49,6 +52,8 @@ def rounding(config: VllmConfig) -> dict[str, str]:
         "compilation": _compilation(config.compilation_config),
         "kernels": config.kernel_config.compute_hash(),
         "attention": config.attention_config.compute_hash(),
+        "recurrent": canonical_config(asdict(config.mamba_config)),
+        "additional": _additional(config.additional_config),
         "switches": _switches(),
         "cascade_attention": str(not config.model_config.disable_cascade_attn),
         "all_reduce": str(not config.parallel_config.disable_custom_all_reduce),
@@ -88,6 +93,11 @@ def _compilation(config: CompilationConfig) -> str:
         f"{config.mode} {config.backend}, custom ops {sorted(config.custom_ops)}, "
         f"{sorted(inductor.items())}, passes {config.pass_config.compute_hash()}"
     )
+
+
+def _additional(config: Any) -> str:
+    """Return `--additional-config`, in which vLLM also keeps the kernels of delta nets."""
+    return canonical_config(config) if isinstance(config, Mapping) else str(config.compute_hash())
 
 
 def _version(distribution: str) -> str:

@@ -105,7 +105,7 @@ def open_worker_side(
         stage=get_pp_group().rank_in_group,
     )
     rendezvous.publish_geometry(rendezvous.engine_name(vllm_config), geometry)
-    if engine_identity.unsupported_reason(geometry):
+    if engine_identity.unsupported_reason(geometry, vllm_config):
         return None
     layout = ArtifactLayout(model, _chunk_tokens(config, model))
     return WorkerSide(
@@ -135,14 +135,15 @@ def _copy_engines(config: HeteroConfig, vllm_config: VllmConfig) -> CopyEngines 
 def _recovers(config: VllmConfig, kv_cache: KVCacheConfig) -> bool:
     """Return False if vLLM takes no report of blocks, or would compute them again too late.
 
-    It takes reports for a single KV cache group. With async scheduling or pipeline stages the next
-    step, which uses the blocks, is under way, and vLLM 0.32 takes its tokens for those of the step
-    before.
+    It takes reports for one KV cache group. With async scheduling or pipeline stages it takes the
+    next step's tokens for this one's. A MultiConnector's own policy counts, not that of a child.
     """
-    assert config.kv_transfer_config is not None
-    recomputes = config.kv_transfer_config.kv_load_failure_policy == "recompute"
-    has_next_step = config.max_concurrent_batches > 1
-    return len(kv_cache.kv_cache_groups) == 1 and not (recomputes and has_next_step)
+    from vllm.config import get_current_vllm_config_or_none
+
+    transfer = (get_current_vllm_config_or_none() or config).kv_transfer_config
+    assert transfer is not None
+    is_late = transfer.kv_load_failure_policy == "recompute" and config.max_concurrent_batches > 1
+    return len(kv_cache.kv_cache_groups) == 1 and not is_late
 
 
 def open_scheduler_side(
@@ -153,7 +154,7 @@ def open_scheduler_side(
     engine = rendezvous.engine_name(vllm_config)
     workers = rendezvous.collect_geometries(engine, parallel.world_size)
     geometry = _whole_geometry(workers)
-    if (reason := engine_identity.unsupported_reason(geometry)) is not None:
+    if (reason := engine_identity.unsupported_reason(geometry, vllm_config)) is not None:
         logger.warning("HeteroConnector stores nothing for this model: %s", reason)
         return None
     chunk_tokens = _chunk_tokens(config, geometry.model)

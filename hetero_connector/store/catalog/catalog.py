@@ -56,6 +56,8 @@ from hetero_connector.store.catalog.write_budget import WriteBudget
 from hetero_connector.store.catalog.writes import Write, Writes
 
 GAUGE_INTERVAL_S = 1.0
+_OFFERED_AT_ONCE = 512
+"""Artifacts that are queued for their write while the lock is held: about a millisecond."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -167,6 +169,8 @@ class Catalog:
         self._recorder = recorder
         self._used: dict[Artifact, None] = {}
         """Artifacts that restores used, for the order of use in the journal."""
+        self._is_forgetting_rows = False
+        """True while rows are taken to be deleted from the journal."""
         self._gauges_due_s = 0.0
 
     # --- the scheduler's thread: finding ----------------------------------------------------------
@@ -505,13 +509,21 @@ class Catalog:
         self.writes.stop()
         self._lock.notify_all()
 
-    @_locked
     def resume_writing(self) -> None:
-        """Write again. What was sealed meanwhile is queued: chunks below depend on it."""
-        self.write_again_s = math.inf
-        self.writes.is_writable = True
-        self.writes.offer_all(self.tiers.index.artifacts())
-        self._lock.notify_all()
+        """Write again. What was sealed meanwhile is queued: chunks below depend on it.
+
+        Searches the index without the lock, and takes it for one batch at a time.
+        """
+        with self._lock:
+            self.write_again_s = math.inf
+            self.writes.is_resuming = self.writes.is_writable = True
+        unwritten = self.writes.unwritten()
+        for first in range(0, len(unwritten), _OFFERED_AT_ONCE):
+            with self._lock:
+                self.writes.offer_all(unwritten[first : first + _OFFERED_AT_ONCE])
+        with self._lock:
+            self.writes.is_resuming = False
+            self._lock.notify_all()
 
     def set_write_budget(self, budget: WriteBudget) -> None:
         """Limit what is written. Call it before the I/O thread starts."""
@@ -521,8 +533,14 @@ class Catalog:
 
     @property
     def has_rows_to_forget(self) -> bool:
-        """Return whether the journal lists what was forgotten. Needs no lock."""
-        return bool(self.tiers.forgotten) or self.tiers.journal_stale
+        """Return whether the journal still lists what was forgotten. Needs no lock."""
+        tiers = self.tiers
+        return bool(tiers.forgotten) or tiers.journal_stale or self._is_forgetting_rows
+
+    @_locked
+    def wait_rows_gone(self, deadline_s: float) -> bool:
+        """Wait until the journal lists nothing that was forgotten; False if it still does then."""
+        return self._lock.wait_for(lambda: not self.has_rows_to_forget, timeout=deadline_s)
 
     @_locked
     def take_rows_to_forget(self) -> RowsToForget:
@@ -530,11 +548,13 @@ class Catalog:
         tiers = self.tiers
         gone, tiers.forgotten = tiers.forgotten, []
         is_stale, tiers.journal_stale = tiers.journal_stale, False
+        self._is_forgetting_rows = True
         return RowsToForget(gone, self.generation.tag if is_stale else None)
 
     @_locked
     def finish_rows(self, rows: RowsToForget, *, are_gone: bool) -> None:
         """Go on with writing, or take the rows back to be deleted later."""
+        self._is_forgetting_rows = False
         if are_gone:
             self._lock.notify_all()
         else:
@@ -563,16 +583,16 @@ class Catalog:
         return is_left
 
     @_locked
-    def wait(self, timeout_s: float, *, rows_due_s: float) -> None:
+    def wait(self, timeout_s: float, rows_due: Callable[[], float]) -> None:
         """Sleep until there is something to do, at most `timeout_s`.
 
-        `rows_due_s`: when journal rows can be deleted again; writes wait for that. Infinite if
-        there are none.
+        `rows_due`: when journal rows can be deleted again; writes wait for that. Infinite if
+        there are none. Called with the lock held.
         """
         self._refresh_gauges()
         if self.has_loads or self.closing:
             return
-        due_s = rows_due_s
+        due_s = rows_due_s = rows_due()
         if self.ssd_readable:
             due_s = min(due_s, self.prefetcher.wake_s)
         if rows_due_s == math.inf or not self.writes.is_writable:

@@ -94,6 +94,10 @@ class ChainUsers:
         self._note_change(user)
         return self._count_down(use)
 
+    def names_where(self, is_meant: Callable[[Hashable, bytes], bool]) -> list[Hashable]:
+        """Return the users whose name and tenant are meant."""
+        return [user for user, tenant in self._shares.tenants.items() if is_meant(user, tenant)]
+
     def chain_ends(self, user: Hashable) -> tuple[ChunkKey, ...]:
         """Return the last chunk of each owner's in the user's chain, deepest first.
 

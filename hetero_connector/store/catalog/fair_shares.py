@@ -16,11 +16,12 @@ class FairShares:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._tenant_of: dict[Hashable, bytes] = {}
+        self.tenants: dict[Hashable, bytes] = {}
+        """The tenant of each key."""
         self._keys: dict[bytes, OrderedDict[Hashable, None]] = {}
 
     def __len__(self) -> int:
-        return len(self._tenant_of)
+        return len(self.tenants)
 
     def add(self, key: Hashable, tenant: bytes) -> Hashable | None:
         """Add a key, or make it the newest; return the key to drop, if there are too many.
@@ -28,10 +29,10 @@ class FairShares:
         That one is removed already. O(1) for a tenant that has its share, else O(tenants).
         """
         self.remove(key)
-        self._tenant_of[key] = tenant
+        self.tenants[key] = tenant
         own = self._keys.setdefault(tenant, OrderedDict())
         own[key] = None
-        if len(self._tenant_of) <= self._capacity:
+        if len(self.tenants) <= self._capacity:
             return None
         is_over = len(own) * len(self._keys) > self._capacity
         most = own if is_over else self._keys[max(self._keys, key=lambda t: len(self._keys[t]))]
@@ -41,7 +42,7 @@ class FairShares:
 
     def remove(self, key: Hashable) -> None:
         """No effect on one that is not there."""
-        tenant = self._tenant_of.pop(key, None)
+        tenant = self.tenants.pop(key, None)
         if tenant is not None:
             del self._keys[tenant][key]
             if not self._keys[tenant]:
@@ -49,5 +50,5 @@ class FairShares:
 
     def clear(self) -> None:
         """Remove all keys."""
-        self._tenant_of.clear()
+        self.tenants.clear()
         self._keys.clear()

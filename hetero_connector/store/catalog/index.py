@@ -29,7 +29,7 @@ from hetero_connector.artifacts.record import (
     Tier,
 )
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.catalog.evictability import Evictability, evictability, may_go_missing
+from hetero_connector.store.catalog.evictability import may_go_missing
 from hetero_connector.store.catalog.nodes import ANY, ONE, Artifact, Life, Node, check_node
 
 _OFFSETS = struct.Struct(f"={len(StateType)}q")
@@ -268,10 +268,6 @@ class PrefixIndex:
         self._tails = TailLengths()
         self.num_missing = 0
         return gone
-
-    def evictability(self, artifact: Artifact, tier: Tier) -> Evictability:
-        """Return whether the artifact may leave `tier` now."""
-        return evictability(artifact, tier)
 
     def _uncount(self, artifact: Artifact, tier: Tier | None) -> None:
         """The parent has one child less that holds the type in `tier` (None: at all)."""

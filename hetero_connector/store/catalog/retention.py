@@ -122,10 +122,14 @@ class Retention:
             return self._pins.describe()
 
     def release(self, is_meant: Callable[[Hashable, bytes], bool]) -> None:
-        """End the pins, and the expected returns, whose name and tenant are meant."""
+        """End the pins, the uses and the expected returns whose name and tenant are meant."""
         with self._lock:
             self._pins.remove_where(is_meant)
             self._prefetcher.cancel_where(is_meant)
+            users = self._users.names_where(is_meant)
+        for user in users:
+            with self._lock:  # O(chunks of its chain)
+                self._users.remove(user)
 
     def limit_life(self, chunks: Iterable[ChunkKey], seconds: float, *, is_forgotten: bool) -> None:
         """Forget these chunks of a chain after so long, or evict them first from then on.
@@ -183,7 +187,9 @@ class Retention:
     def forget_up_from(self, nodes: Sequence[Node], limit: int) -> tuple[int, Sequence[Node]]:
         """Forget up to `limit` chunks that nothing else needs; see `forgetting`."""
         with self._lock:
-            return forget_up_from(self._tiers, self._loads, nodes, limit)
+            forgotten = forget_up_from(self._tiers, self._loads, nodes, limit)
+            self._lock.notify_all()  # the I/O thread deletes the journal's rows
+            return forgotten
 
     def _find(self, leaves: Iterable[ChunkKey]) -> Node | None:
         """Return the first of the chunks that is known."""

@@ -19,7 +19,7 @@ from hetero_connector.artifacts.record import ArtifactId, SlotRef, StoredChunk, 
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import Family, StateType
 from hetero_connector.store.base import EvictionName
-from hetero_connector.store.catalog.evictability import Evictability
+from hetero_connector.store.catalog.evictability import Evictability, evictability
 from hetero_connector.store.catalog.eviction import EvictFirst, UsersLast, make_policy, recency
 from hetero_connector.store.catalog.exports import ExportFeed
 from hetero_connector.store.catalog.index import PrefixIndex
@@ -83,6 +83,8 @@ class Tiers:
         """Called with each artifact that leaves the index."""
         self.on_evicted: Callable[[Artifact, Tier], None] = lambda artifact, tier: None
         """Called with each artifact whose last copy is evicted from a tier."""
+        self.newest_use_s = 0.0
+        """Unix time of the last use that the journal listed when it was read."""
         self.journal_stale = False
         """True after `clear`: the whole journal must be cleared."""
         self.seconds_saved = seconds_saved
@@ -172,9 +174,7 @@ class Tiers:
         self.index.show_adopted()
         for artifact in artifacts:
             self._account(artifact, Tier.SSD, 1)
-            if (
-                self.index.evictability(artifact, Tier.SSD) is not Evictability.BLOCKED
-            ):  # offered later
+            if evictability(artifact, Tier.SSD) is not Evictability.BLOCKED:  # else offered later
                 self._offer(artifact)
         for node in list(self.index.nodes.values()):
             self.forget_remains(node)
@@ -241,7 +241,7 @@ class Tiers:
         for kind in self.dram.geometry.stride_bytes:
             if self.dram.num_free(kind) * _SHORT <= self.dram.geometry.num_slots(kind):
                 for artifact in self._policies[Tier.DRAM, kind].soon(count):
-                    is_leaf = self.index.evictability(artifact, Tier.DRAM) is Evictability.FREE
+                    is_leaf = evictability(artifact, Tier.DRAM) is Evictability.FREE
                     if is_leaf and not artifact.replica:
                         found[artifact.node] = None
         return list(found)
@@ -356,7 +356,7 @@ class Tiers:
     def _evictability(self, tier: Tier, artifact: Artifact) -> Evictability:
         if self._pins.pass_over(artifact) or self.timed_pins.pass_over(artifact):
             return Evictability.BLOCKED
-        return self.index.evictability(artifact, tier)
+        return evictability(artifact, tier)
 
     def _take(
         self,

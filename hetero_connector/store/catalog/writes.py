@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from hetero_connector.artifacts.record import ArtifactId, SlotRef, Tier
+from hetero_connector.artifacts.record import SlotRef, Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.base import Failure
 from hetero_connector.store.catalog.admission import (
@@ -53,16 +53,6 @@ class Write:
     source: SlotRef
     target: SlotRef
 
-    @property
-    def id(self) -> ArtifactId:
-        """The artifact's name."""
-        return self.artifact.id
-
-    @property
-    def size_bytes(self) -> int:
-        """Useful bytes."""
-        return self.artifact.size_bytes
-
 
 class Writes:
     """The artifacts that wait for a checksum, the fleet's answer or their write, or are written."""
@@ -80,6 +70,8 @@ class Writes:
         """Artifacts that were taken for a write and are not finished."""
         self.flushing = False
         """True while everything queued is due at once."""
+        self.is_resuming = False
+        """True from the end of a pause until what was sealed meanwhile is queued."""
         self._tiers = tiers
         self._recorder = recorder
         self._clock = clock
@@ -109,7 +101,8 @@ class Writes:
     @property
     def is_drained(self) -> bool:
         """Return whether everything sealed is written that will be."""
-        return self.is_writable and not (self._queue or self.num_writing or self.claims)
+        is_busy = self._queue or self.num_writing or self.claims or self.is_resuming
+        return self.is_writable and not is_busy
 
     @property
     def next_due_s(self) -> float:
@@ -144,6 +137,15 @@ class Writes:
         wanted = (a for a in artifacts if a.sealed and could_be_written(a))
         for artifact in sorted(wanted, key=_parents_first):
             self.queue(artifact, self._clock())
+
+    def unwritten(self) -> list[Artifact]:
+        """Return our sealed artifacts that are in DRAM alone, parents first. O(chunks).
+
+        Needs no lock, so it may miss a change that is being made.
+        """
+        nodes = list(self._tiers.index.nodes.values())  # one call that no thread can interrupt
+        found = (a for node in nodes for a in list(node.artifacts.values()))
+        return sorted((a for a in found if a.sealed and could_be_written(a)), key=_parents_first)
 
     def discard(self, artifact: Artifact) -> None:
         """Drop an artifact that was forgotten from every queue."""

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_connector.artifacts.generation import FIRST
+from hetero_connector.artifacts.generation import FIRST, Generation
 from hetero_connector.errors import ConfigError, StoreError, StoreTakenError, TransferError
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.catalog.slot_geometry import SlotGeometry, bundles_of, padded
@@ -71,6 +71,13 @@ _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIS
 _NO_ACCESS |= {errno.ENOENT, errno.ELOOP}
 
 
+class UnfinishedDirectoryError(StoreError):
+    """Making the directory was cut short: it lists nothing and lacks its slab file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"{path} was left unfinished; start its engine once")
+
+
 class SsdDirectory:
     """An open, locked directory: its slab file, journal and warnings. Built by `open`."""
 
@@ -106,13 +113,15 @@ class SsdDirectory:
         connect: Connect = connect,
         *,
         keep_unused: bool = False,
+        generation: Generation | None = None,
     ) -> SsdDirectory:
         """Open or create a model's directory in `root`, all of which stays within `ssd_bytes`.
 
         `slot_bytes`: a slot's size by state type. The slab is as large as fits next to the
         running engines of other models; state of models that are not in use is removed for it, or,
         with `keep_unused`, counted like theirs. Rows
-        whose slots are no more (a lower `ssd_bytes`, a truncated slab) are forgotten. Raises
+        whose slots are no more (a lower `ssd_bytes`, a truncated slab) are forgotten. A directory
+        without a journal gets this `generation`; None: the one it has, else the first. Raises
         ConfigError (`ssd_dir`, `ssd_gib`), StoreInUseError, FormatError, StoreError.
         """
         ssd_geometry(slot_bytes, ssd_bytes)  # before anything is created
@@ -140,7 +149,7 @@ class SsdDirectory:
                             f"other users can write to {root}, and so put directories of theirs in "
                             "place of this engine's; take that right from them"
                         )
-                    directory._open_files(root, meta, room, keep_unused)
+                    directory._open_files(root, meta, room, keep_unused, generation)
                 except BaseException:
                     directory._abandon()
                     raise
@@ -165,26 +174,37 @@ class SsdDirectory:
     def open_existing(cls, path: Path) -> SsdDirectory:
         """Open a model's directory for a tool, cut as its last engine left it.
 
-        Raises StoreInUseError; StoreError if it is damaged or was left unfinished: its engine mends
-        that when it starts.
+        Raises StoreInUseError; StoreError if it is damaged, UnfinishedDirectoryError if nothing was
+        stored in it yet: its engine mends that when it starts.
         """
         with _errors_at(path), contextlib.ExitStack() as undo:
             make_private(path, is_own_name)
             lock = DirectoryLock.acquire(path / LOCK_NAME, readers_wait_s=_READERS_WAIT_S)
             undo.callback(lock.release)
-            journal = Journal.open_existing(path / JOURNAL_NAME)
+            slab = path / SLAB_NAME
+            try:
+                journal = Journal.open_existing(path / JOURNAL_NAME)
+            except CorruptJournalError:
+                if slab.exists():
+                    raise
+                raise UnfinishedDirectoryError(path) from None
             undo.callback(journal.close)
             directory = cls(path, lock, journal.meta.geometry, connect)
             directory.journal = journal
+            found_bytes = slab.stat().st_size if slab.exists() else 0
+            if found_bytes < directory.geometry.size_bytes:
+                if not journal.count():
+                    raise UnfinishedDirectoryError(path)
+                raise StoreError(
+                    f"the slab file of {path} is missing or too short; start its engine once"
+                )
             if not (path / GENERATION_NAME).exists():
                 raise StoreError(f"{path} was left unfinished; start its engine once")
             generations = GenerationFile.open(path / GENERATION_NAME, is_new=False)
             directory.generations = GenerationKeeper(generations)
             undo.callback(directory.close)
-            directory._fd = open_direct(path / SLAB_NAME, os.O_RDWR | PRIVATE_FLAGS)
+            directory._fd = open_direct(slab, os.O_RDWR | PRIVATE_FLAGS)
             directory.direct = is_direct(directory._fd)
-            if os.fstat(directory._fd).st_size < directory.geometry.size_bytes:
-                raise StoreError(f"the slab file of {path} is too short; start its engine once")
             journal.check_owner = directory.check_owner
             undo.pop_all()
             return directory
@@ -260,7 +280,12 @@ class SsdDirectory:
         self.close()
 
     def _open_files(
-        self, root: Path, meta: JournalMeta, room_bytes: int, keep_unused: bool
+        self,
+        root: Path,
+        meta: JournalMeta,
+        room_bytes: int,
+        keep_unused: bool,
+        generation: Generation | None,
     ) -> None:
         """Do what other engines must not do meanwhile: they wait, whatever the journal's size."""
         # The journal first: if it belongs to something else, nothing has been touched yet.
@@ -268,7 +293,7 @@ class SsdDirectory:
         needed = self.geometry.size_bytes
         if is_new:
             make_room(root, self.path, needed, room_bytes, keep_unused=keep_unused)
-            self._open_generation(is_new=True)
+            self._open_generation(is_new=True, wanted=generation)
         self._open_journal(meta, check=False)
         if not is_new:
             make_room(root, self.path, needed, room_bytes, keep_unused=keep_unused)
@@ -327,8 +352,15 @@ class SsdDirectory:
         noted = self.journal.generation()
         return (FIRST.tag if noted is None else noted) != self.generations.latest.tag
 
-    def _open_generation(self, *, is_new: bool) -> None:
-        file = GenerationFile.open(self.path / GENERATION_NAME, is_new=is_new)
+    def _open_generation(self, *, is_new: bool, wanted: Generation | None = None) -> None:
+        path = self.path / GENERATION_NAME
+        file = GenerationFile.open(path, is_new=is_new)
+        if wanted is not None and wanted != file.found:
+            try:
+                file.write(wanted)
+            finally:
+                file.close()
+            file = GenerationFile.open(path, is_new=is_new)
         self.generations = GenerationKeeper(file)
 
     def _open_slab(self, root: Path) -> None:

@@ -134,13 +134,12 @@ def _digest(table: Mapping[str, str]) -> str:
 def parse_meta(path: Path, table: Mapping[str, str]) -> JournalMeta:
     """Read the meta table.
 
-    Raises FormatError for another version, CorruptJournalError for anything unreadable. Journals
-    of earlier releases have no digest.
+    Raises FormatError for another version, CorruptJournalError for anything unreadable.
     """
     version = table.get("format_version")
     if version is None:
         raise CorruptJournalError(path, "it names no format version")
-    if table.get(_DIGEST, _digest(table)) != _digest(table):
+    if table.get(_DIGEST) != _digest(table):
         raise CorruptJournalError(path, "its meta table does not match its digest")
     if version != str(FORMAT_VERSION):
         raise FormatError(

@@ -48,7 +48,7 @@ class JournalRows:
         self._catalog = catalog
         self.directory = directory
         self._call: _Call | None = None
-        self._is_forgetting = False
+        self._newest_use_s = catalog.tiers.newest_use_s
         self._retry_s = 0.0
         """After a failure `forget` waits until then."""
 
@@ -59,7 +59,7 @@ class JournalRows:
         Nothing is written meanwhile: a row that should be gone may name an artifact that was saved
         again since, whose new row must not be there yet when the old one is deleted.
         """
-        return self._catalog.has_rows_to_forget or self._is_forgetting
+        return self._catalog.has_rows_to_forget
 
     @property
     def due_s(self) -> float:
@@ -112,6 +112,15 @@ class JournalRows:
                 directory.journal.note(_BUDGET, note)
 
         self._forget(ended, make_sure)
+
+    def stamp_use(self) -> float:
+        """Return the Unix time of a use now, later than every other in the journal.
+
+        So the order of eviction after a restart is that of use, though the clock was set back.
+        """
+        after = math.nextafter(self._newest_use_s, math.inf)
+        self._newest_use_s = max(time.time(), after)
+        return self._newest_use_s
 
     def record(self, rows: Sequence[JournalRow], ended: Ended) -> None:
         """Sync the slab, then add rows. Their bytes must have been written."""
@@ -170,7 +179,8 @@ class JournalRows:
                 _touch(directory.journal, used)
                 _forget(directory.journal, rows)
             except StoreError as e:
-                # Worth a line, not a failure: a row too many is found out by its checksum.
+                # Worth a line, not a failure: nothing was written over what a row too many lists,
+                # and a clearing has said that it was not kept.
                 logger.warning("the journal lacks the latest changes: %s", e)
             directory.close()
 
@@ -190,13 +200,11 @@ class JournalRows:
             then(directory)
 
         def on_end(error: Exception | None) -> None:
-            self._is_forgetting = False
             self._catalog.finish_rows(rows, are_gone=error is None)
             if error is not None:
                 self._retry_s = self._catalog.clock() + _RETRY_S
             ended(error)
 
-        self._is_forgetting = True
         self._begin(call, on_end)
 
     def _begin(self, call: Callable[[], None], ended: Ended) -> None:
@@ -204,9 +212,7 @@ class JournalRows:
         self._call = _Call(in_background(call), self._catalog.clock(), ended)
 
     def _take_used(self) -> list[tuple[ArtifactId, float, int]]:
-        now = time.time()
-        used = self._catalog.take_used()
-        return [(x, now + i * 1e-6, uses) for i, (x, uses) in enumerate(used)]
+        return [(x, self.stamp_use(), uses) for x, uses in self._catalog.take_used()]
 
 
 def _forget(journal: Journal, rows: RowsToForget) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetero_connector.errors import ConfigError, StoreInUseError
-from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.ssd.directory_lock import (
     DirectoryLock,
     holder,
@@ -35,12 +34,9 @@ _READERS_WAIT_S = 2.0
 _FULL = 7 / 8
 """An engine takes nearly all of its ssd_gib; the rest is too small for another tier."""
 _MODEL_DIRECTORY = re.compile(r"[0-9a-f]{16}")
-_FORMER_SLABS = "|".join(re.escape(f"{t.value}.slab") for t in StateType)
-"""The files of releases that had one for each state type."""
 _OURS = re.compile(
     r"lock|generation(\.new)?|journal\.sqlite(-wal|-shm)?|journal\.corrupt-.*|"
-    rf"{re.escape(SLAB_NAME)}|{re.escape(LEARNED_NAME)}(\.new)?|{_FORMER_SLABS}|"
-    r"cleared-salts\.(json(\.new)?|partial)"
+    rf"{re.escape(SLAB_NAME)}|{re.escape(LEARNED_NAME)}(\.new)?|cleared-salts\.json(\.new)?"
 )
 _SQLITE_MAGIC = b"SQLite format 3\0"
 

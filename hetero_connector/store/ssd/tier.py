@@ -111,6 +111,7 @@ def adopt_rows(rows: Iterable[RowValues], tiers: Tiers) -> list[ArtifactId]:
         artifact.checksum, artifact.uses = digest, uses
         adopted.append(artifact)
         used_at.append(when)
+    tiers.newest_use_s = max(used_at, default=0.0)
     for at in np.argsort(used_at, kind="stable").tolist():
         adopted[at].last_used = tiers.tick()
     tiers.show_adopted(adopted)

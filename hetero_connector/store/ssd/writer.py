@@ -8,7 +8,6 @@ row whose bytes are not on the disk.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
@@ -110,7 +109,7 @@ class WriteBatch:
             self._fail(None if self.is_late else self._transfer.error)
         elif not device.rows.is_busy:
             device.catalog.release_write_sources(self.writes)
-            now = time.time()
+            now = device.rows.stamp_use()
             # After a reset the journal may have been cleared for another generation already.
             kept = [w for w in self.writes if not w.artifact.forgotten]
             self.phase = _Phase.COMMITTING

@@ -1,7 +1,7 @@
 """Calls to Redis: the only file that imports `redis`.
 
-The deadline bounds every wait on a socket, no call is retried without the caller's knowledge, and
-errors say what to change. A circuit breaker decides when a server that failed is asked again.
+Half the deadline bounds every wait on a socket, no call is retried without the caller's knowledge,
+and errors say what to change. A circuit breaker decides when a server that failed is asked again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ownership.directory.redis.scripts import Script, fleet_key
 
 Argument = str | bytes | int | float
 _REFUSED = (AuthenticationError, AuthorizationError, NoPermissionError)
-_LATER = (ReadOnlyError, OutOfMemoryError, MasterDownError, TryAgainError, ClusterDownError)
+_LATER = (ReadOnlyError, MasterDownError, TryAgainError, ClusterDownError)
 _LATER_CODES = ("BUSY", "NOREPLICAS", "MISCONF", "UNKILLABLE")
 """Errors of a server that may succeed at another time."""
 
@@ -52,7 +52,13 @@ class RedisConnection:
     """Runs scripts on a fleet's Redis. Thread-safe; connects when first used."""
 
     def __init__(self, address: RedisAddress, deadline_s: float) -> None:
-        """`deadline_s`: longest time of one call; connecting and the answer may take half each."""
+        """`deadline_s`: twice the longest wait for an answer of the server.
+
+        A call waits for one answer, so it ends in half of that; if the server does not know the
+        script, for two. One that has to connect waits for up to five more: the connection, the
+        password, two about the client's library, and the database. No call waits on after a wait
+        that was in vain.
+        """
         self.address = address
         self._deadline_s = deadline_s
         self._breaker = CircuitBreaker()
@@ -66,8 +72,9 @@ class RedisConnection:
     def run_each(self, script: Script, calls: Sequence[Sequence[Argument]]) -> list[Any]:
         """Return the replies of several runs, sent together. A Cluster takes a round trip for each.
 
-        Raises DirectoryUnavailableError; DirectoryRefusedError for what cannot work until the
-        configuration changes; ScriptError for an error that the script itself returned.
+        Raises DirectoryUnavailableError, ServerFullError among them; DirectoryRefusedError for what
+        cannot work until the configuration changes; ScriptError for an error that the script itself
+        returned.
         """
         if len(calls) == 1 or self.address.cluster:
             return [self.run(script, *arguments) for arguments in calls]
@@ -162,12 +169,20 @@ class RedisConnection:
         if refusal is not None:
             self._breaker.on_failure()
             return DirectoryRefusedError(refusal)
+        if isinstance(error, OutOfMemoryError):
+            self._breaker.on_success()
+            return ServerFullError(f"{self.address}: {error}")
         is_answer = isinstance(error, ResponseError) and not isinstance(error, _LATER)
         if is_answer and not str(error).startswith(_LATER_CODES):
             self._breaker.on_success()
             return ScriptError(str(error))
         self._breaker.on_failure()
-        return DirectoryUnavailableError(f"{self.address}: {error}")
+        # redis-py goes on with its objects for the Sentinels that it has asked.
+        return DirectoryUnavailableError(f"{self.address}: {str(error).partition(' : <')[0]}")
+
+
+class ServerFullError(DirectoryUnavailableError):
+    """The server's memory is full. It answers, and runs the scripts that do not add to it."""
 
 
 class ScriptError(DirectoryError):

@@ -18,19 +18,23 @@ from ownership.directory.contract import (
     Claim,
     DirectoryLimits,
     Grant,
+    GrantOutcome,
     Lease,
-    Usage,
     Worker,
 )
 from ownership.directory.generations import FleetGeneration
-from ownership.directory.identifiers import Epoch, Token
+from ownership.directory.identifiers import NO_EPOCH, NO_TOKEN, Epoch, Token
 from ownership.directory.redis import encoding
 from ownership.directory.redis.address import RedisAddress
 from ownership.directory.redis.chain_chunks import ChainChunks, WorkerStates
-from ownership.directory.redis.connection import Argument, RedisConnection, ScriptError
+from ownership.directory.redis.connection import (
+    Argument,
+    RedisConnection,
+    ScriptError,
+    ServerFullError,
+)
 from ownership.directory.redis.encoding import pack
 from ownership.directory.redis.scripts import SERVER_TIME, run_starts, script_named
-from ownership.directory.sessions import HotGroup, Session, SessionGrant, heat_at
 from ownership.directory.validation import (
     check_claims,
     check_lease,
@@ -43,6 +47,8 @@ DEFAULT_DEADLINE_S = 1.0
 CLAIMS_PER_SCRIPT = 256
 """A script blocks every other client; this many claims take a few milliseconds."""
 
+_FULL = Grant(GrantOutcome.FULL, NO_EPOCH, NO_TOKEN)
+
 _log = logging.getLogger("vllm.heterocache")
 
 
@@ -51,7 +57,8 @@ class RedisDirectory:
 
     Every method except `close` is a Lua script, so it happens as a whole or not at all. Many
     claims are divided among several runs. If Redis does not answer, a call raises
-    DirectoryUnavailableError within the deadline, and at once during the pause after a failure.
+    DirectoryUnavailableError within the deadline, and at once during the pause after a failure. If
+    its memory is full, new claims are answered `FULL`, and everything else works.
     """
 
     def __init__(
@@ -117,24 +124,30 @@ class RedisDirectory:
 
     def lookup(self, chain: Sequence[ChunkKey]) -> ChainView:
         """Decode each record when it is read."""
-        keys = b"".join(chain)
-        starts = run_starts(keys)
-        if self._connection.address.cluster or not starts:
-            (now, epochs, spans, runs), fetched = self._run("lookup", keys, ""), {}
-        else:
-            names = [chain[i] for i in starts]
-            reply, values = self._run_and_fetch("lookup", (keys, "1"), "runs", names)
-            (now, epochs, spans, runs), fetched = reply, dict(zip(starts, values, strict=True))
+        (now, epochs, spans, runs), fetched = self._look_up(chain)
         now_s = float(now)
         chunks = ChainChunks(len(chain), spans, runs, fetched, self._on_bad_record)
         return ChainView(chunks, WorkerStates(epochs, now_s), now_s)
+
+    def _look_up(self, chain: Sequence[ChunkKey]) -> tuple[Any, dict[int, bytes | None]]:
+        """Return the reply of `lookup.lua`, and the runs that were fetched apart from it."""
+        keys = b"".join(chain)
+        starts = run_starts(keys)
+        if starts and not self._connection.address.cluster:
+            names = [chain[i] for i in starts]
+            try:
+                reply, values = self._run_and_fetch("lookup", (keys, "1"), "runs", names)
+            except ServerFullError:  # Redis 7 begins no transaction then
+                return self._run("lookup", keys, ""), {}
+            return reply, dict(zip(starts, values, strict=True))
+        return self._run("lookup", keys, ""), {}
 
     def claim_owner(self, epoch: Epoch, claims: Sequence[Claim]) -> list[Grant]:
         """`lookup` finds claims that name their `parent` fastest."""
         check_claims(claims)
         most = self._limits.max_artifacts
         calls = [(epoch, most, encoding.pack_claims(part)) for part in _parts(claims)]
-        return self._grants(epoch, "claim_owner", calls)
+        return self._grants(epoch, "claim_owner", calls, len(claims))
 
     def release(self, epoch: Epoch, owned: Mapping[ArtifactId, Token]) -> None:
         calls = []
@@ -150,12 +163,12 @@ class RedisDirectory:
         check_ttl(ttl_s)
         most = self._limits.max_replicas
         calls = [(epoch, ttl_s, most, encoding.pack_copies(part)) for part in _parts(copies)]
-        return self._grants(epoch, "replicate_readonly", calls)
+        return self._grants(epoch, "replicate_readonly", calls, len(copies))
 
     def add_chain_user(self, epoch: Epoch, user: str, chunks: Sequence[ChunkKey]) -> None:
         check_name("user", user)
-        most = (self._limits.max_users, self._limits.max_artifacts)
-        self._run_as(epoch, "add_chain_user", user, *most, pack(list(chunks)))
+        most = self._limits.max_users
+        self._run_as(epoch, "add_chain_user", user, most, pack(list(chunks)))
 
     def remove_chain_user(
         self, epoch: Epoch, user: str, chunks: Sequence[ChunkKey]
@@ -163,12 +176,8 @@ class RedisDirectory:
         is_unused = self._run_as(epoch, "remove_chain_user", user, pack(list(chunks)))
         return [chunk for chunk, unused in zip(chunks, is_unused, strict=True) if unused]
 
-    def usage(self, chunks: Sequence[ChunkKey]) -> list[Usage]:
-        reply = self._run("usage", pack(list(chunks)))
-        return [
-            Usage(num_users, float(idle) if idle else None)
-            for num_users, idle in zip(reply[::2], reply[1::2], strict=True)
-        ]
+    def count_users(self, chunks: Sequence[ChunkKey]) -> list[int]:
+        return list(self._run("count_users", pack(list(chunks))))
 
     def reset_generation(self) -> int:
         return encoding.generation(self._run("reset_generation"))
@@ -186,69 +195,19 @@ class RedisDirectory:
         limits = self._limits
         return int(self._run("sweep", limit, limits.orphan_ttl_s, limits.max_artifacts))
 
-    def begin_turn(
-        self, epoch: Epoch, session_id: str, group: str = "", expected: Token | None = None
-    ) -> SessionGrant:
-        check_name("session_id", session_id)
-        if group:
-            check_name("group", group)
-        most = (self._limits.max_sessions, self._limits.session_ttl_s)
-        groups = (self._limits.group_half_life_s, self._limits.max_groups)
-        given = "" if expected is None else expected
-        reply = self._run_as(epoch, "begin_turn", session_id, group, given, *most, *groups)
-        return _session_grant(session_id, reply)
-
-    def end_turn(
-        self,
-        epoch: Epoch,
-        session_id: str,
-        token: Token,
-        boundary: ChunkKey,
-        boundary_tokens: int,
-    ) -> SessionGrant:
-        most = self._limits.max_sessions
-        reply = self._run_as(epoch, "end_turn", session_id, token, boundary, boundary_tokens, most)
-        return _session_grant(session_id, reply)
-
-    def sessions(self, session_ids: Sequence[str]) -> list[Session | None]:
-        reply = self._run("sessions", self._limits.session_ttl_s, *session_ids)
-        return [
-            self._session(session_id, packed) if packed else None
-            for session_id, packed in zip(session_ids, reply, strict=True)
-        ]
-
-    def note_group(self, epoch: Epoch, group: str, chain_end: ChunkKey) -> None:
-        check_name("group", group)
-        limits = (self._limits.group_half_life_s, self._limits.max_groups)
-        self._run_as(epoch, "note_group", group, chain_end, *limits)
-
-    def hot_groups(self, limit: int) -> list[HotGroup]:
-        if limit <= 0:
-            return []
-        now, *reply = self._run("hot_groups", limit)
-        now_s, half_life_s = float(now), self._limits.group_half_life_s
-        groups = []
-        for name, log_heat, ends in zip(reply[::3], reply[1::3], reply[2::3], strict=True):
-            heat = heat_at(float(log_heat), now_s, half_life_s)
-            groups.append(HotGroup(_text(name), heat, encoding.chain_ends(ends)))
-        return groups
-
     def close(self) -> None:
         """Close the connections."""
         self._connection.close()
 
     def _grants(
-        self, epoch: Epoch, script: str, calls: Sequence[Sequence[Argument]]
+        self, epoch: Epoch, script: str, calls: Sequence[Sequence[Argument]], count: int
     ) -> list[Grant]:
-        replies = self._run_each_as(epoch, script, calls)
-        return [grant for reply in replies for grant in encoding.grants(reply)]
-
-    def _session(self, session_id: str, packed: bytes) -> Session | None:
+        """A server whose memory is full is a full directory."""
         try:
-            return encoding.session(session_id, packed)
-        except RecordError as error:
-            self._on_bad_record(error)
-            return None
+            replies = self._run_each_as(epoch, script, calls)
+        except ServerFullError:
+            return [_FULL] * count
+        return [grant for reply in replies for grant in encoding.grants(reply)]
 
     def _on_bad_record(self, error: RecordError) -> None:
         if not self.num_bad_records:
@@ -303,11 +262,6 @@ def _parts(items: Sequence[Any]) -> list[Sequence[Any]]:
     """Return at least one part, so that a call without items still finds a stale epoch."""
     starts = range(0, max(len(items), 1), CLAIMS_PER_SCRIPT)
     return [items[at : at + CLAIMS_PER_SCRIPT] for at in starts]
-
-
-def _session_grant(session_id: str, reply: Sequence[Any]) -> SessionGrant:
-    granted, packed = reply
-    return SessionGrant(bool(granted), encoding.session(session_id, packed))
 
 
 def _text(raw: bytes) -> str:

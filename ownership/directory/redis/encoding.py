@@ -13,8 +13,6 @@ from typing import Any
 
 import msgpack
 
-from hetero_connector.artifacts.chain import KEY_BYTES
-from hetero_connector.artifacts.record import ChunkKey
 from hetero_connector.errors import RecordError
 from hetero_connector.spec.state_types import StateType
 from ownership.directory.contract import (
@@ -28,7 +26,6 @@ from ownership.directory.contract import (
     WorkerState,
 )
 from ownership.directory.identifiers import Epoch, Token
-from ownership.directory.sessions import Session
 
 FORMAT_VERSION = 1
 """Version of everything in a fleet's keys. Registration refuses a fleet of another version."""
@@ -114,39 +111,12 @@ def chunk_records(entry: bytes) -> dict[StateType, ArtifactRecord]:
     for packed in _array(entry):
         try:
             position, owner, token, copy, *replicas = packed
-            state_type = _STATE_TYPES[_whole(position)]
+            _check_whole(position, owner, token)
             listed = tuple(map(_replica, replicas)) if replicas else ()
-            records[state_type] = ArtifactRecord(
-                Epoch(_whole(owner)), Token(_whole(token)), _copy(copy), listed
-            )
+            records[_STATE_TYPES[position]] = ArtifactRecord(owner, token, _copy(copy), listed)
         except (IndexError, TypeError, ValueError) as error:
             raise RecordError(f"not a record: {packed!r:.80}: {error}") from error
     return records
-
-
-def session(session_id: str, packed: bytes) -> Session:
-    """Decode a session. Raises RecordError."""
-    token, owner, boundary, tokens, group, think_s, turn_ended_s, _ = _array(packed, 8)
-    try:
-        return Session(
-            session_id,
-            Token(_whole(token)),
-            Epoch(_whole(owner)),
-            _chunk_key(boundary),
-            _whole(tokens),
-            group.decode(),
-            tuple(float(x) for x in think_s),
-            None if turn_ended_s is False else float(turn_ended_s),
-        )
-    except (AttributeError, TypeError, ValueError) as error:
-        raise RecordError(f"not a session: {packed[:80]!r}: {error}") from error
-
-
-def chain_ends(packed: bytes) -> tuple[ChunkKey, ...]:
-    """Decode chunk keys that are stored one after another. Raises RecordError."""
-    if len(packed) % KEY_BYTES:
-        raise RecordError(f"{len(packed)} bytes are no chunk keys")
-    return tuple(ChunkKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES))
 
 
 def _copy(packed: object) -> Copy:
@@ -160,27 +130,24 @@ def _copy(packed: object) -> Copy:
 
 def _replica(packed: Sequence[Any]) -> Replica:
     holder, copy, expires_s = packed
-    return Replica(Epoch(_whole(holder)), _copy(copy), float(expires_s))
+    _check_whole(holder)
+    return Replica(holder, _copy(copy), float(expires_s))
 
 
 def generation(text: bytes) -> int:
     """Decode a generation. Raises RecordError."""
     try:
-        return _whole(int(text))
+        number = int(text)
+        _check_whole(number)
     except (TypeError, ValueError) as error:
         raise RecordError(f"not a generation: {text!r:.80}") from error
+    return number
 
 
-def _chunk_key(value: object) -> ChunkKey:
-    if not isinstance(value, bytes) or len(value) != KEY_BYTES:
-        raise ValueError(f"not a chunk key: {value!r:.80}")
-    return ChunkKey(value)
-
-
-def _whole(value: object) -> int:
-    if type(value) is not int or not 0 <= value <= _MAX_INTEGER:
-        raise ValueError(f"not a whole number from 0 to 2**53: {value!r:.80}")
-    return value
+def _check_whole(*values: object) -> None:
+    for value in values:
+        if type(value) is not int or not 0 <= value <= _MAX_INTEGER:
+            raise ValueError(f"not a whole number from 0 to 2**53: {value!r:.80}")
 
 
 def _array(packed: bytes, size: int | None = None) -> list[Any]:

@@ -20,6 +20,11 @@ from hetero_connector.artifacts.chain import KEY_BYTES
 _KEYS = re.compile(r"^-- KEYS: (.+)$", re.MULTILINE)
 _USES = re.compile(r"^-- USES: (.+)$", re.MULTILINE)
 _CHUNKS_PER_RUN = 64
+_ALLOW_OOM = "#!lua flags=allow-oom"
+"""Lets a script write when the server's memory is full. Every script writes the directory's time,
+so without it none would run, not even those that free memory."""
+_GROWING = frozenset({"add_chain_user", "claim_owner", "register", "replicate_readonly"})
+"""Scripts that a server refuses when its memory is full."""
 SERVER_TIME = (files("ownership.directory.redis") / "lua" / "lib" / "server_time.lua").read_text()
 """Lua that reads the directory's clock from the Redis server. Tests pass their own."""
 
@@ -46,7 +51,9 @@ def script_named(name: str, server_time: str = SERVER_TIME) -> Script:
     keys = tuple(_header(_KEYS, text, name))
     libraries = [(folder / "lib" / f"{x}.lua").read_text() for x in _header(_USES, text, name)]
     values = ", ".join(f"KEYS[{i + 1}]" for i in range(len(keys)))
-    body = "\n".join([f"local {', '.join(keys)} = {values}", server_time, *libraries, text])
+    flags = [] if name in _GROWING else [_ALLOW_OOM]
+    lines = [*flags, f"local {', '.join(keys)} = {values}", server_time, *libraries, text]
+    body = "\n".join(lines)
     return Script(name, body, hashlib.sha1(body.encode()).hexdigest(), keys)
 
 

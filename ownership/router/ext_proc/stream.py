@@ -26,7 +26,7 @@ from ownership.router.ext_proc.messages import (
 )
 from ownership.router.metrics import RouterMetrics
 from ownership.router.placer import Placed, Placer
-from ownership.router.proxy import BUSY, Proxy
+from ownership.router.proxy import FIRST_ERROR, Proxy
 from ownership.router.requests import (
     ClientLeftError,
     Headers,
@@ -150,7 +150,7 @@ class Stream:
                     await self._write(reply)
                 await self._follow(answer, reservation, arrived_s)
                 span.on_status(answer.status)
-            has_failed = answer.status in BUSY
+            has_failed = answer.status >= FIRST_ERROR
         except RefusedError:
             has_failed = True
             raise
@@ -239,6 +239,7 @@ class FollowedAnswer:
         """None if the answer is Envoy's own."""
         self.status = 0
         self.has_byte = False
+        """True once a byte of an answer has come that is no error."""
         self.is_complete = False
 
     @property
@@ -267,7 +268,7 @@ class FollowedAnswer:
         if is_stream and b"content-encoding" not in headers:
             self._events = EventSplitter()
         self.is_complete = head.end_of_stream or self._body_mode == BodyMode.NONE
-        self.has_byte = self.is_complete
+        self.has_byte = self.is_complete and self.status < FIRST_ERROR
         reply = ProcessingResponse(response_headers={})
         if self.placed is not None:
             _set(
@@ -278,7 +279,7 @@ class FollowedAnswer:
 
     def _on_body(self, body: Any) -> Any:
         part = body.body
-        if part and not self.has_byte:
+        if part and not self.has_byte and self.status < FIRST_ERROR:
             self.has_byte = True
             if self.placed is not None:
                 self.placed.answer_id = answer_id(part)

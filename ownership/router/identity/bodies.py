@@ -13,11 +13,14 @@ from typing import Any
 
 from ownership.router.identity.translations import (
     MessagesHabits,
+    from_chat,
     from_messages,
     from_responses,
 )
 
 Body = Mapping[str, Any]
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
+"""Types of a message's parts that are texts."""
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
@@ -50,6 +53,12 @@ class Conversation:
     tools: Sequence[Mapping[str, Any]] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """The given ones that are set."""
+
+    @property
+    def has_tools(self) -> bool:
+        """True if there are tools, or calls of tools, or their results."""
+        used = (x.get("tool_calls") or x.get("role") == "tool" for x in self.messages)
+        return bool(self.tools) or any(used)
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,7 @@ def read_prompts(path: str, body: object, habits: MessagesHabits) -> list[Prompt
         case "/v1/messages":
             return _translated(body, from_messages(body, habits))
         case _:
-            return _chat(body)
+            return _chat(from_chat(body))
 
 
 def _completion(body: Body) -> list[Prompt]:
@@ -124,9 +133,13 @@ def _chat(body: Body) -> list[Prompt]:
     messages = body.get("messages")
     if not _are_objects(messages):
         return [Prompt(**_common(body), doubts=(Doubt.BODY,))]
+    tokens = _forwarded(body)
+    if tokens is not None and not any(map(_has_media, messages)):  # type: ignore[arg-type]
+        return [Prompt(tokens=tokens, **_common(body))]
     doubts = _doubts(body)
     kwargs = body.get("chat_template_kwargs") or {}
-    if body.get("chat_template") is not None or not isinstance(kwargs, Mapping):
+    is_odd = not isinstance(kwargs, Mapping) or kwargs.get("tools") is not None
+    if body.get("chat_template") is not None or is_odd:
         return [Prompt(**_common(body), doubts=(*doubts, Doubt.TEMPLATE))]
     effort = body.get("reasoning_effort")
     own = {
@@ -154,6 +167,20 @@ def _chat(body: Body) -> list[Prompt]:
     ]
 
 
+def _forwarded(body: Body) -> Any:
+    """Return the token ids that vLLM takes in place of the messages, if these are texts."""
+    params = body.get("kv_transfer_params")
+    is_used = isinstance(params, Mapping) and not body.get("echo")
+    return params.get("prompt_token_ids") if is_used else None  # type: ignore[union-attr]
+
+
+def _has_media(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    texts = (*TEXT_PARTS, "tool_reference")
+    return any(isinstance(x, Mapping) and x.get("type") not in texts for x in parts)
+
+
 def _set(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that vLLM takes as set: for others its server's defaults hold."""
     return {name: x for name, x in kwargs.items() if x is not None and x != "auto"}
@@ -168,7 +195,8 @@ def _responses(body: Body) -> list[Prompt]:
 def _translated(body: Body, chat: Body | None) -> list[Prompt]:
     if chat is None:
         return [Prompt(**_common(body), doubts=(Doubt.NOT_TRANSLATED,))]
-    return _chat({**chat, "model": body.get("model"), "cache_salt": body.get("cache_salt")})
+    kept = {name: body.get(name) for name in ("model", "cache_salt", "kv_transfer_params")}
+    return _chat({**chat, **kept})
 
 
 def _tool(given: Mapping[str, Any]) -> dict[str, Any]:

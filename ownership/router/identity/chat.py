@@ -12,12 +12,17 @@ from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ownership.router.identity.bodies import Conversation
+from ownership.router.identity.bodies import TEXT_PARTS, Conversation
 
 if TYPE_CHECKING:
     from jinja2 import nodes
 
-_TEXTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking"})
+_READ_FIELDS = frozenset(
+    {"type", "text", "refusal", "thinking", "closed", "name", "uuid", "data", "file"}
+    | {"image_url", "image_pil", "image_embeds", "input_audio", "audio_url", "audio_embeds"}
+    | {"video_url", "video_embeds", "prompt_cache_breakpoint"}
+)
+"""Fields of a part that vLLM knows; templates get the others."""
 _BILLING = "x-anthropic-billing-header"
 _NOT_FOR_TEMPLATES = frozenset(
     {"conversation", "tools", "documents", "chat_template", "tokenize", "padding", "truncation"}
@@ -95,12 +100,12 @@ def _message(given: Mapping[str, Any], *, as_parts: bool) -> dict[str, Any]:
     role, content = given["role"], given.get("content")
     parts = [content] if isinstance(content, str) else list(content or ())
     if role == "system":
-        parts = list(filter(None, map(_without_billing, parts)))
+        parts = [x for x in map(_without_billing, parts) if x is not None]
     made: dict[str, Any] = {"role": role}
     if as_parts:
-        made["content"] = [_as_part(part) for part in parts]
+        made["content"] = [x for x in map(_as_part, parts) if x is not None]
     else:
-        texts = [_as_text(part) for part in parts]
+        texts = [x for x in map(_text, parts) if x]
         if _MEDIA in texts:  # placeholders stand before a message's texts
             texts.sort(key=_MEDIA.__ne__)
         made["content"] = "\n".join(texts)
@@ -115,7 +120,7 @@ def _message(given: Mapping[str, Any], *, as_parts: bool) -> dict[str, Any]:
     elif role == "tool":
         if "tool_call_id" in given:
             made["tool_call_id"] = given["tool_call_id"]
-        if as_parts and all(x["type"] == "text" for x in made["content"]):
+        if as_parts and all(x["type"] == "text" and x["text"] != _MEDIA for x in made["content"]):
             made["content"] = "\n".join(x["text"] for x in made["content"])
     for name in ("name", "task"):
         if isinstance(given.get(name), str):
@@ -125,31 +130,40 @@ def _message(given: Mapping[str, Any], *, as_parts: bool) -> dict[str, Any]:
     return made
 
 
-def _as_text(part: Any) -> str:
+def _text(part: Any) -> Any:
     if isinstance(part, str):
         return part
     kind = part.get("type")
-    if kind in _TEXTS and part.get("uuid") is None:
-        return str(part[kind if kind in ("refusal", "thinking") else "text"])
+    if kind in TEXT_PARTS and part.get("uuid") is None:
+        return part.get(kind if kind in ("refusal", "thinking") else "text")
+    return part.get("name") if kind == "tool_reference" else _MEDIA
+
+
+def _as_part(part: Any) -> dict[str, Any] | None:
+    """Return a part for templates that take parts; None for one that vLLM leaves out."""
+    text = _text(part)
+    if isinstance(part, str):
+        return {"type": "text", "text": text}
+    kind = part.get("type")
     if kind == "tool_reference":
-        return str(part["name"])
-    return _MEDIA
-
-
-def _as_part(part: Any) -> dict[str, Any]:
-    if not isinstance(part, str) and part.get("type") == "tool_reference":
-        return {"type": "tool_reference", "name": part["name"]}
-    return {"type": "text", "text": _as_text(part)}
+        return {"type": kind, "name": text}
+    if kind in ("text", "refusal") and text is None:
+        return None
+    others = {name: x for name, x in part.items() if name not in _READ_FIELDS}
+    return {"type": "text", "text": text, **others}
 
 
 def _without_billing(part: Any) -> Any:
-    """Drop Claude Code's first line of the system prompt, which is another one each time."""
+    """Drop Claude Code's first line of the system prompt, which is another one each time.
+
+    Returns None if nothing is left of the part.
+    """
     is_text = isinstance(part, dict) and part.get("type") == "text"
     text = part.get("text") if is_text else part
     if not isinstance(text, str) or not text.startswith(_BILLING):
         return part
     rest = text.partition("\n")[2]
-    return {**part, "text": rest} if is_text and rest else rest
+    return {**part, "text": rest} if is_text and rest else rest or None
 
 
 def _call(given: Mapping[str, Any]) -> dict[str, Any]:

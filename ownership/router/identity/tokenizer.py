@@ -78,20 +78,16 @@ class ModelTokenizer:
         return ids
 
 
-def open_tokenizer(model: str, revision: str | None = None) -> ModelTokenizer:
+@lru_cache(maxsize=8)
+def open_tokenizer(model: str) -> ModelTokenizer:
     """Return the tokenizer of a model: a directory, or a repository in the local cache.
 
     Imports transformers. Never goes online. Raises IdentityError if it is not here, or is not one
     of the fast tokenizers.
     """
-    return _open(model, revision)
-
-
-@lru_cache(maxsize=8)
-def _open(model: str, revision: str | None) -> ModelTokenizer:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    folder = locate_model(model, revision).path
+    folder = locate_model(model).path
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:

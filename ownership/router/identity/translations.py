@@ -1,6 +1,9 @@
 """Translates requests of the Responses and Messages APIs to chat requests, as vLLM does.
 
 Each returns None for a request with parts that are not translated here.
+
+The fields of tool calls are in vLLM's order, because templates write them out. It is another one
+for the Responses API: only the other two are read by vLLM's model of a chat request.
 """
 
 from __future__ import annotations
@@ -27,6 +30,29 @@ class MessagesHabits(NamedTuple):
     """True if system messages go to the beginning, because a template takes them only there."""
     disabled_effort: str = "none"
     """The effort that `thinking: {"type": "disabled"}` becomes."""
+
+
+def from_chat(body: Body) -> Body:
+    """Return a chat request with the tool calls in it as vLLM reads them."""
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        return body
+    return {**body, "messages": list(map(_with_calls_in_order, messages))}
+
+
+def _with_calls_in_order(message: Any) -> Any:
+    match message:
+        case {"tool_calls": [*calls]}:
+            return {**message, "tool_calls": list(map(_call_in_order, calls))}
+    return message
+
+
+def _call_in_order(call: Any) -> Any:
+    match call:
+        case {"id": _, "function": {"arguments": _, "name": _}, "type": _}:
+            function = {**dict.fromkeys(("arguments", "name")), **call["function"]}
+            return {**dict.fromkeys(("id", "function", "type")), **call, "function": function}
+    return call
 
 
 def from_responses(body: Body) -> Body | None:
@@ -202,8 +228,8 @@ def _add_message(messages: list[Message], message: Message) -> bool:
             case {"type": "image", "source": _}:
                 parts.append(_IMAGE)
             case {"type": "tool_use", "id": str(call_id), "name": str(name)}:
-                function = {"name": name, "arguments": json.dumps(block.get("input") or {})}
-                call = {"id": call_id, "type": "function", "function": function}
+                function = {"arguments": json.dumps(block.get("input") or {}), "name": name}
+                call = {"id": call_id, "function": function, "type": "function"}
                 made.setdefault("tool_calls", []).append(call)
             case {"type": "tool_result"} if role == "user":
                 if not _add_result(messages, block):

@@ -40,7 +40,7 @@ _TALK = [
 PROBES: tuple[tuple[Kind, str, Mapping[str, Any]], ...] = (
     (Kind.TEXT, "/v1/completions", {"prompt": _TEXT}),
     (Kind.CHAT, "/v1/chat/completions", {"messages": _TALK[:2]}),
-    (Kind.CHAT, "/v1/chat/completions", {"messages": _TALK, "tools": [_TOOL]}),
+    (Kind.TOOLS, "/v1/chat/completions", {"messages": _TALK, "tools": [_TOOL]}),
 )
 """Requests that `/tokenize` takes, too. A template that knows no tools refuses the last."""
 
@@ -84,7 +84,7 @@ class Checks:
             try:
                 answer = await ask("POST", "/tokenize", body)
             except ValueError:
-                if ours is None or kind is Kind.CHAT:
+                if ours is None or kind is not Kind.TEXT:
                     continue  # the template refuses it there, too, or there is none
                 raise
             difference = self._views.trust.compare_tokens(
@@ -94,7 +94,7 @@ class Checks:
         return found
 
     async def sample(
-        self, server: str, ask: Ask, path: str, view: PromptView, answer_id: str
+        self, server: str, ask: Ask, view: PromptView, answer_id: str
     ) -> Reason | None:
         """Compare a request's chain with the server's report of it, by the id of its answer.
 
@@ -110,7 +110,7 @@ class Checks:
         chains = [c for n, c in view.chains.items() if (n.root, n.chunk_tokens) in roots]
         if len(reports) != 1 or len(chains) != 1:
             return None
-        return self._views.trust.compare_report(server, Kind.of(path), chains[0], reports[0])
+        return self._views.trust.compare_report(server, view.kind, chains[0], reports[0])
 
     def _tokens(
         self, tokenizer: ModelTokenizer, path: str, body: Mapping[str, Any]

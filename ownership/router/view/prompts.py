@@ -46,6 +46,7 @@ class PromptView:
     """Why it is not exact: `Doubt` and `Reason`."""
     chains: Mapping[ChainNaming, PromptChain] = field(default_factory=dict)
     """The chain by each naming that servers of this fleet have."""
+    kind: Kind = Kind.TEXT
 
     def with_doubts(self, doubts: Collection[str]) -> PromptView:
         """Return the view, made less certain by further reasons."""
@@ -220,12 +221,13 @@ class PrefixViews:
             *self.stock.reasons(now_s),
         }
         servers = {*stock, *(server for group in groups for server, _ in group.members)}
-        told = {self.trust.reason(x, Kind.of(path)) for x in servers}
+        kind = Kind.of(path, prompt)
+        told = {self.trust.reason(x, kind) for x in servers}
         if prompt.tokens is None:
-            reasons |= {x for x in told if x is not None}
             reasons |= self._tokenizer_reasons(groups)
-        elif Reason.KEYS_DIFFER in told:  # the tokens are what they are
-            reasons.add(Reason.KEYS_DIFFER)
+        else:  # the tokens are what they are
+            told.discard(Reason.UNCHECKED)
+        reasons |= {x for x in told if x is not None}
         if not groups and not stock:
             reasons.add(Reason.NO_CHAINS)
         unread = prompt.unread // _CHARACTERS_PER_TOKEN
@@ -244,7 +246,7 @@ class PrefixViews:
                 knows_anything |= self._note_listed(groups, found.workers, now_s)
                 reasons |= {Reason.NOT_IN_DIRECTORY} if self.unlisted else set()
         sure = certainty(reasons, knows_anything=knows_anything)
-        return PromptView(num_tokens, prefixes, sure, tuple(sorted(reasons)), chains)
+        return PromptView(num_tokens, prefixes, sure, tuple(sorted(reasons)), chains, kind)
 
     def _note_listed(
         self, groups: Sequence[EngineGroup], workers: Collection[WorkerState], now_s: float

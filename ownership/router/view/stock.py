@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
 
 from ownership.router.identity import ChainNaming, Prompt, PromptChain
 from ownership.router.view.block_index import block_naming
@@ -15,17 +14,13 @@ Streams = Callable[[str], list[EventStream]]
 """A server's name -> the streams of its engines."""
 
 
-class _Server(NamedTuple):
-    base_models: frozenset[str]
-    """Names of the model without an adapter."""
-
-
 class StockWorkers:
     """The workers that are known by their events. Used on the event loop, read by any thread."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._servers: dict[str, _Server] = {}
+        self._servers: dict[str, frozenset[str]] = {}
+        """The names that each has for the model without an adapter."""
 
     @property
     def servers(self) -> Collection[str]:
@@ -34,7 +29,7 @@ class StockWorkers:
 
     def told(self, server: str, base_models: Collection[str]) -> None:
         """A server publishes events, and serves the model by these names without an adapter."""
-        self._servers[server] = _Server(frozenset(base_models))
+        self._servers[server] = frozenset(base_models)
 
     def forget(self, server: str) -> None:
         """Drop a server that has left, or is known otherwise."""
@@ -61,8 +56,8 @@ class StockWorkers:
     def namings(self, prompt: Prompt) -> set[ChainNaming]:
         """Return the namings that a prompt's chain has at these servers."""
         return {
-            self._naming(prompt, about, stream)
-            for server, about in list(self._servers.items())
+            self._naming(prompt, base_models, stream)
+            for server, base_models in list(self._servers.items())
             for stream in self._streams(server)
             if stream.index.block_size
         }
@@ -72,17 +67,19 @@ class StockWorkers:
     ) -> dict[str, WorkerPrefix]:
         """Return the longest prefix of any engine of each server that has one."""
         found: dict[str, WorkerPrefix] = {}
-        for server, about in list(self._servers.items()):
+        for server, base_models in list(self._servers.items()):
             for stream in self._streams(server):
                 if not stream.index.block_size:
                     continue
-                chain = chains.get(self._naming(prompt, about, stream))
+                chain = chains.get(self._naming(prompt, base_models, stream))
                 prefix = WorkerPrefix() if chain is None else stream.index.prefix(chain.keys)
                 if prefix.local_tokens > found.get(server, WorkerPrefix()).local_tokens:
                     found[server] = prefix
         return found
 
-    def _naming(self, prompt: Prompt, about: _Server, stream: EventStream) -> ChainNaming:
-        is_base = prompt.model is None or prompt.model in about.base_models
+    def _naming(
+        self, prompt: Prompt, base_models: frozenset[str], stream: EventStream
+    ) -> ChainNaming:
+        is_base = prompt.model is None or prompt.model in base_models
         adapter = "" if is_base else str(prompt.model)
         return block_naming(stream.index.block_size, prompt.salt or None, adapter)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from ownership.router.identity import PromptChain
+from ownership.router.identity import Prompt, PromptChain
 from ownership.router.view.certainty import Reason
 
 _AGREEMENTS = 3
@@ -17,14 +17,22 @@ class Kind(StrEnum):
     """The ways in which a prompt becomes tokens; each is checked by itself."""
 
     TEXT = "text"
+    TOKENS = "tokens"
+    """The ids are given: only their keys may differ."""
     CHAT = "chat"
+    TOOLS = "tools"
+    """A chat with tools: templates write them out in their own ways."""
     RESPONSES = "responses"
     MESSAGES = "messages"
 
     @classmethod
-    def of(cls, path: str) -> Kind:
-        """Return the kind of the requests to a path."""
-        return _KINDS.get(path, cls.TEXT)
+    def of(cls, path: str, prompt: Prompt) -> Kind:
+        """Return the kind of a request by its path and its prompt."""
+        if prompt.tokens is not None:
+            return cls.TOKENS
+        kind = _KINDS.get(path, cls.TEXT)
+        has_tools = prompt.conversation is not None and prompt.conversation.has_tools
+        return cls.TOOLS if kind is cls.CHAT and has_tools else kind
 
 
 _KINDS = {

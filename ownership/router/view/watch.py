@@ -28,7 +28,6 @@ class FleetWatch:
         self,
         views: PrefixViews,
         servers: Callable[[], Mapping[str, Ask]],
-        period_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
         events: EventReader | None = None,
         host_of: Callable[[str], str] = str,
@@ -39,7 +38,6 @@ class FleetWatch:
         self._events, self._host_of = events, host_of
         self._views = views
         self._servers = servers
-        self._period_s = period_s
         self._clock = clock
         self._checks = Checks(views)
         self._probed: dict[str, frozenset[str]] = {}
@@ -52,16 +50,10 @@ class FleetWatch:
 
     def on_answer(self, server: str, path: str, view: PromptView, answer_id: str) -> None:
         """Compare this request with the server's report of it in the next round, if it is time."""
-        key = server, Kind.of(path)
+        key = server, view.kind
         last_s = self._sampled_s.get(key, -_SAMPLE_S)
         if answer_id and self._clock() - last_s >= _SAMPLE_S and _SAMPLED.issuperset(view.reasons):
             self._samples[key] = path, view, answer_id
-
-    async def run(self) -> None:
-        """Ask until the task is cancelled."""
-        while True:
-            await self.ask_all()
-            await asyncio.sleep(self._period_s)
 
     async def ask_all(self) -> None:
         """Ask every server once. One that has left is forgotten."""
@@ -98,7 +90,7 @@ class FleetWatch:
     async def _compare_samples(self, name: str, ask: Ask) -> None:
         for key in [x for x in self._samples if x[0] == name]:
             path, view, answer_id = self._samples.pop(key)
-            difference = await self._checks.sample(name, ask, path, view, answer_id)
+            difference = await self._checks.sample(name, ask, view, answer_id)
             if difference is not None:
                 self._tell(name, f"{path}: {difference}")
             elif self._views.trust.reason(*key) is None:

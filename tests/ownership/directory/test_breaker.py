@@ -40,3 +40,15 @@ def test_pauses_double_up_to_the_longest() -> None:
         clock.now_s += pauses[-1]
     assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
     assert pauses[-1] == LONGEST_PAUSE_S
+
+
+def test_calls_that_fail_together_count_once() -> None:
+    clock = Clock()
+    breaker = CircuitBreaker(clock)
+    for _ in range(5):
+        breaker.on_failure(began_s=-1.0)
+    assert breaker.admit() == FIRST_PAUSE_S
+    clock.now_s += FIRST_PAUSE_S
+    assert breaker.admit() == 0.0
+    breaker.on_failure(began_s=clock.now_s)
+    assert breaker.admit() == 2 * FIRST_PAUSE_S

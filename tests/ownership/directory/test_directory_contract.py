@@ -18,7 +18,6 @@ from ownership.directory import (
     GrantOutcome,
     Lease,
     Token,
-    Usage,
     Worker,
 )
 from tests.ownership.fleet_bench import (
@@ -50,7 +49,7 @@ def owner_of(directory: Directory, what: ArtifactId) -> Epoch:
 def everything(directory: Directory) -> object:
     """Return everything that can be read, except the time."""
     view = directory.lookup([A.chunk, B.chunk])
-    return [dict(c) for c in view.chunks], directory.sessions(["s"]), directory.hot_groups(9)
+    return [dict(c) for c in view.chunks], directory.count_users([A.chunk])
 
 
 class TestGenerations:
@@ -260,13 +259,10 @@ class TestStaleEpochs:
             lambda d, e: d.replicate_readonly(e, [claim_of(B)], 5.0),
             lambda d, e: d.add_chain_user(e, "r", [A.chunk]),
             lambda d, e: d.remove_chain_user(e, "r", [A.chunk]),
-            lambda d, e: d.begin_turn(e, "s", "g"),
-            lambda d, e: d.end_turn(e, "s", Token(3), A.chunk, 5),
-            lambda d, e: d.note_group(e, "g", A.chunk),
         ],
         ids=[
             "renew", "claim", "claim nothing", "release", "replicate", "add_chain_user",
-            "remove_chain_user", "begin_turn", "end_turn", "note_group",
+            "remove_chain_user",
         ],
     )  # fmt: skip
     def test_changes_nothing(
@@ -281,7 +277,6 @@ class TestStaleEpochs:
         claim(directory, ann, A)
         claim(directory, bob, B)
         directory.add_chain_user(bob.epoch, "r", [A.chunk])
-        directory.begin_turn(bob.epoch, "s", "g")
         epoch = ann.epoch
         if how == "ended":
             directory.end_lease(epoch)
@@ -291,10 +286,10 @@ class TestStaleEpochs:
             join(directory, "ann")
         else:
             epoch = Epoch(epoch + 1_000_000)
-        before = everything(directory), directory.usage([A.chunk])[0].num_users
+        before = everything(directory)
         with pytest.raises(StaleEpochError):
             change(directory, epoch)
-        assert (everything(directory), directory.usage([A.chunk])[0].num_users) == before
+        assert everything(directory) == before
 
 
 class TestOwnership:
@@ -635,7 +630,7 @@ class TestChainUsers:
         directory.add_chain_user(ann.epoch, "s1", [A.chunk, B.chunk])
         directory.add_chain_user(ann.epoch, "s1", [A.chunk])
         directory.add_chain_user(bob.epoch, "s1", [A.chunk])
-        assert [u.num_users for u in directory.usage([A.chunk, B.chunk])] == [2, 1]
+        assert directory.count_users([A.chunk, B.chunk]) == [2, 1]
         assert directory.remove_chain_user(ann.epoch, "s1", [A.chunk, B.chunk]) == [B.chunk]
         assert directory.remove_chain_user(ann.epoch, "s1", [A.chunk]) == []
         assert directory.remove_chain_user(bob.epoch, "s1", [A.chunk]) == [A.chunk]
@@ -648,23 +643,13 @@ class TestChainUsers:
         directory.add_chain_user(ann.epoch, "s1", [A.chunk])
         directory.add_chain_user(bob.epoch, "s2", [A.chunk])
         bench.advance(LEASE_S + 0.1)
-        assert directory.usage([A.chunk])[0].num_users == 1
+        assert directory.count_users([A.chunk])[0] == 1
         assert directory.remove_chain_user(bob.epoch, "s2", [A.chunk]) == [A.chunk]
-
-    def test_usage_says_when_a_chunk_was_last_used(
-        self, directory: Directory, bench: DirectoryBench, ann: Lease
-    ) -> None:
-        assert directory.usage([A.chunk]) == [Usage(0, None)]
-        directory.add_chain_user(ann.epoch, "s", [A.chunk])
-        bench.advance(3.0)
-        [usage] = directory.usage([A.chunk])
-        assert usage.num_users == 1
-        assert usage.idle_s == pytest.approx(3.0, abs=0.5)
 
     def test_users_beyond_the_limit_are_not_counted(self, directory: Directory, ann: Lease) -> None:
         for index in range(LIMITS.max_users + 2):
             directory.add_chain_user(ann.epoch, f"s{index}", [A.chunk])
-        assert directory.usage([A.chunk])[0].num_users == LIMITS.max_users
+        assert directory.count_users([A.chunk])[0] == LIMITS.max_users
 
     @pytest.mark.parametrize("user", ["", "x" * 257])
     def test_a_bad_name_is_refused(self, directory: Directory, ann: Lease, user: str) -> None:

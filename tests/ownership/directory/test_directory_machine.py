@@ -46,7 +46,6 @@ pytestmark = pytest.mark.long
 NAMES = ("ann", "bob")
 ARTIFACTS = [artifact("machine", 0), artifact("machine", 1)]
 CHAIN = [a.chunk for a in ARTIFACTS]
-SESSION = "s"
 workers = st.sampled_from(NAMES)
 artifacts = st.sampled_from([ARTIFACTS[0]] * 4 + [ARTIFACTS[1]])
 
@@ -64,7 +63,6 @@ class Actor:
     held: HeldLease | None = None
     owned: dict[ArtifactId, Token] = field(default_factory=dict)
     releasing: dict[ArtifactId, Token] = field(default_factory=dict)
-    turn: Token = NO_TOKEN
     greatest: int = 0
     """The greatest number it has seen, which survives its crash."""
 
@@ -72,7 +70,6 @@ class Actor:
         self.held = None
         self.owned.clear()
         self.releasing.clear()
-        self.turn = NO_TOKEN
 
     @property
     def is_valid(self) -> bool:
@@ -97,7 +94,6 @@ class FleetMachine(RuleBasedStateMachine):
         self.late: list[tuple[Epoch | None, Request]] = []
         self.tokens: dict[ArtifactId, tuple[Token, Epoch]] = {}
         """The last token of each artifact at the directory, and its owner."""
-        self.session = (NO_TOKEN, NO_EPOCH)
         self.dead: set[Epoch] = set()
         """Epochs that were seen not to be live."""
         self.fence = Fence(lambda: self.now_s, horizon_s=60.0)
@@ -157,8 +153,7 @@ class FleetMachine(RuleBasedStateMachine):
         return (
             [dict(c) for c in view.chunks],
             self.directory.workers(),
-            self.directory.sessions([SESSION]),
-            [u.num_users for u in self.directory.usage(CHAIN)],
+            self.directory.count_users(CHAIN),
         )
 
     def call(self, actor: Actor, epoch: Epoch | None, fate: str, request: Request) -> Any:
@@ -312,8 +307,8 @@ class FleetMachine(RuleBasedStateMachine):
                     assert view.status(record.owner) is not EpochStatus.ENDED
 
 
-class SessionMachine(FleetMachine):
-    """Sessions and chain users, too."""
+class UserMachine(FleetMachine):
+    """Chain users, too."""
 
     @rule(name=workers, fate=fates, add=st.booleans())
     def reader_comes_or_goes(self, name: str, fate: str, add: bool) -> None:
@@ -327,41 +322,6 @@ class SessionMachine(FleetMachine):
                 lambda d: (d.add_chain_user if add else d.remove_chain_user)(epoch, "r", CHAIN[:1]),
             )
 
-    @rule(name=workers, fate=fates, knows=st.booleans())
-    def begin_turn(self, name: str, fate: str, knows: bool) -> None:
-        actor = self.actors[name]
-        if actor.held is None:
-            return
-        epoch, expected = actor.held.epoch, self.session[0] if knows else None
-        grant = self.call(
-            actor, epoch, fate, lambda d: d.begin_turn(epoch, SESSION, expected=expected)
-        )
-        if grant is not None and grant.granted:
-            actor.turn = grant.session.token
-
-    @rule(name=workers, fate=fates, tokens=st.integers(1, 1_000))
-    def end_turn(self, name: str, fate: str, tokens: int) -> None:
-        actor = self.actors[name]
-        if actor.held is None or actor.turn == NO_TOKEN:
-            return
-        epoch, token = actor.held.epoch, actor.turn
-        [before] = self.directory.sessions([SESSION])
-        grant = self.call(
-            actor, epoch, fate, lambda d: d.end_turn(epoch, SESSION, token, CHAIN[1], tokens)
-        )
-        if grant is not None:
-            is_current = before is not None and before.token == token
-            assert grant.granted == (is_current and before.decode_owner == epoch)
-
-    @invariant()
-    def a_sessions_tokens_grow_with_its_owners(self) -> None:
-        [session] = self.directory.sessions([SESSION])
-        if session is not None:
-            token, owner = self.session
-            assert session.token >= token
-            assert session.token > token or session.decode_owner == owner
-            self.session = (session.token, session.decode_owner)
-
 
 class JumpingMachine(FleetMachine):
     """The directory's clock jumps ahead, too: guarantees that need no clock must still hold."""
@@ -369,10 +329,10 @@ class JumpingMachine(FleetMachine):
     jumps_ahead = True
 
 
-for machine, examples in ((FleetMachine, 400), (SessionMachine, 100), (JumpingMachine, 100)):
+for machine, examples in ((FleetMachine, 400), (UserMachine, 100), (JumpingMachine, 100)):
     machine.TestCase.settings = settings(
         max_examples=examples, stateful_step_count=40, deadline=None
     )
 TestFleetMachine = FleetMachine.TestCase
-TestSessionMachine = SessionMachine.TestCase
+TestUserMachine = UserMachine.TestCase
 TestJumpingMachine = JumpingMachine.TestCase

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
-from hetero_connector.artifacts.record import ArtifactId
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.metrics import Recorder
 from ownership.directory import Claim, Copy, Worker
 from ownership.directory.breaker import FIRST_PAUSE_S
@@ -42,8 +42,8 @@ class FakeThread:
             future.set_result(job(self.directory, OWN))
         self._waiting.clear()
 
-    def note_token(self, artifact: ArtifactId, token: Token) -> None:
-        self.seen[artifact] = token
+    def note_tokens(self, tokens: Mapping[ArtifactId, Token]) -> None:
+        self.seen.update(tokens)
 
     def was_live(self, epoch: Epoch) -> bool:
         return True
@@ -64,6 +64,36 @@ def test_a_late_answer_counts_as_one_failure() -> None:
     assert fake.lookups._breaker._pause_s == FIRST_PAUSE_S
     fake.answer()
     assert fake.lookups._breaker._pause_s == FIRST_PAUSE_S
+    assert lookup.found == ()
+
+
+def test_questions_that_are_late_together_count_as_one_failure() -> None:
+    fake = FakeThread()
+    burst = [fake.lookups.find([ARTIFACT.chunk]) for _ in range(10)]
+    fake.now_s = 2 * DEADLINE_S
+    assert all(lookup.poll() for lookup in burst)
+    fake.answer()
+    assert fake.lookups._breaker._pause_s == FIRST_PAUSE_S
+    fake.now_s += FIRST_PAUSE_S
+    fake.lookups.find([ARTIFACT.chunk])  # the trial
+    fake.now_s += 2 * DEADLINE_S
+    fake.answer()
+    assert fake.lookups._breaker._pause_s == 2 * FIRST_PAUSE_S
+
+
+def test_an_answer_about_a_long_chain_may_take_longer() -> None:
+    fake = FakeThread()
+    chain = [ChunkKey(number.to_bytes(16, "big")) for number in range(4_096)]
+    lookup = fake.lookups.find(chain)
+    fake.now_s = 4.9 * DEADLINE_S
+    assert not lookup.poll()
+    fake.answer()
+    assert lookup.poll()
+    assert lookup.found == [{}] * len(chain)
+    assert not fake.lookups._breaker.is_open
+    lookup = fake.lookups.find(chain)
+    fake.now_s += 5.1 * DEADLINE_S
+    assert lookup.poll()
     assert lookup.found == ()
 
 

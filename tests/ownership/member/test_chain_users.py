@@ -29,7 +29,7 @@ def ann(directory: BreakableDirectory) -> Iterator[RunningWorker]:
 
 
 def readers(directory: MemoryDirectory, *chunks: ChunkKey) -> list[int]:
-    return [usage.num_users for usage in directory.usage(chunks)]
+    return directory.count_users(chunks)
 
 
 def test_chains_that_gain_or_lose_their_users_are_reported(

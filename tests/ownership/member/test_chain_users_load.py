@@ -10,7 +10,7 @@ import pytest
 
 from hetero_connector.artifacts.record import ChunkKey
 from hetero_connector.errors import DirectoryUnavailableError
-from ownership.directory import Usage, Worker
+from ownership.directory import Worker
 from ownership.directory.identifiers import Epoch
 from ownership.directory.memory import MemoryDirectory
 from ownership.member import chain_users
@@ -40,9 +40,9 @@ class CountingDirectory(MemoryDirectory):
         self._answer()
         return super().remove_chain_user(epoch, reader, chunks)
 
-    def usage(self, chunks: Sequence[ChunkKey]) -> list[Usage]:
+    def count_users(self, chunks: Sequence[ChunkKey]) -> list[int]:
         self._answer()
-        return super().usage(chunks)
+        return super().count_users(chunks)
 
     def _answer(self) -> None:
         self.calls += 1
@@ -87,7 +87,7 @@ class Turns:
         self.now_s += wait_s
 
     def read(self, *chunks: ChunkKey) -> list[int]:
-        return [u.num_users for u in MemoryDirectory.usage(self.directory, chunks)]
+        return MemoryDirectory.count_users(self.directory, chunks)
 
 
 @pytest.fixture

@@ -167,7 +167,7 @@ def test_a_stale_epoch_is_replaced_at_once(member: Member, other: RedisDirectory
     wait_until("it is registered", lambda: member.epoch() != 0)
     before = member.epoch()
     other.end_lease(before)
-    noted = member.thread.call(lambda d, epoch: d.note_group(epoch, "g", STORED_CHAIN[0]), 5.0)
+    noted = member.thread.call(lambda d, epoch: d.add_chain_user(epoch, "s", STORED_CHAIN[:1]), 5.0)
     with pytest.raises(StaleEpochError):
         noted.result(WAIT_S)
     wait_until("it is registered again", lambda: member.epoch() > before)

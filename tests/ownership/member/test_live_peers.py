@@ -79,7 +79,7 @@ def test_a_worker_that_is_no_longer_listed_has_ended_for_good(
 def test_after_a_takeover_was_seen_the_old_owners_copy_is_refused(
     peers: LivePeers, clock: Clock
 ) -> None:
-    peers.note_token(ARTIFACT, Token(6))
+    peers.note_tokens({ARTIFACT: Token(6)})
     assert not peers.may_use(ARTIFACT, copy_of(ANN, clock.now_s, token=5))
     assert peers.may_use(ARTIFACT, copy_of(BOB, clock.now_s, token=6))
 

@@ -9,7 +9,7 @@ import pytest
 
 from hetero_connector.artifacts.record import ArtifactId
 from hetero_connector.metrics import Recorder
-from ownership.directory import Claim, Copy, Grant, GrantOutcome, Worker
+from ownership.directory import Claim, Copy, DirectoryLimits, Grant, GrantOutcome, Worker
 from ownership.directory.identifiers import NO_EPOCH, NO_TOKEN, Epoch, Token
 from ownership.directory.memory import MemoryDirectory
 from ownership.member.directory_thread import Job
@@ -199,12 +199,14 @@ def test_a_release_under_a_new_epoch_is_sent_before_its_claims() -> None:
 class AnsweringThread(FakeThread):
     """Calls that change the directory are answered, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: MemoryDirectory | None = None) -> None:
         super().__init__()
-        self.directory = MemoryDirectory()
-        self.epoch = self.directory.register(Worker("ann"), 60.0).epoch
+        self.directory = directory or MemoryDirectory()
+        self.epoch = self.directory.register(Worker("ann"), 3_600.0).epoch
+        self.names: list[str] = []
 
     def call(self, job: Job[None], _: float) -> Future[None]:
+        self.names.append(job.__name__)
         future = Future[None]()
         future.set_result(job(self.directory, self.epoch))
         return future
@@ -235,3 +237,25 @@ def test_each_end_of_a_worker_is_returned_once() -> None:
     peers.refresh({}, 2.0)
     assert peers.take_ended() == {BOB, EVE}
     assert peers.take_ended() == set()
+
+
+def test_a_replica_that_is_one_too_many_is_listed_again_when_others_may_have_ended() -> None:
+    now_s, store, ttl_s = [0.0], ListedStore(), 60.0
+    thread = AnsweringThread(MemoryDirectory(lambda: now_s[0], DirectoryLimits(max_replicas=0)))
+    bob = thread.directory.register(Worker("bob"), 60.0 * ttl_s).epoch
+    thread.directory.claim_owner(bob, [Claim(change(1).id, Copy(64, bytes(16), 0, 1))])
+    ledger = Ledger(store, thread, Recorder(), ttl_s, lambda: now_s[0])  # type: ignore[arg-type]
+    store.put(change(1))
+    ledger.run_due()
+    held_by(ledger, bob, 1)
+    listed = []
+    while now_s[0] < 1.5 * ttl_s:
+        before = thread.names.count("_send_batch")
+        ledger.run_due()
+        if thread.names.count("_send_batch") > before:
+            listed.append(now_s[0])
+        now_s[0] += 1.0
+    assert thread.names.count("_check_batch") > 3, "it is checked all the time"
+    assert len(listed) == 2
+    assert listed[0] == 0.0
+    assert listed[1] >= ttl_s

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from ownership.router import admission
 from ownership.router.admission import WEIGHTS, Admission
 from ownership.router.doors import OTHER, Reason
 from ownership.router.requests import Priority, RefusedError, RouterRequest
@@ -216,6 +217,34 @@ def test_too_many_and_too_long_are_refused_with_a_reason() -> None:
     play(story())
 
 
+def test_a_full_queue_refuses_no_request_that_can_run() -> None:
+    """The requests that wait are for a model whose workers are full."""
+
+    async def story() -> None:
+        bench = Bench(Room(a=0, b=1), max_queued=1)
+        await bench.wait(request(model="a"))
+        (other,) = await bench.wait(request(model="b"))
+        assert [x.model for x in bench.entered] == ["b"]
+        await other
+        bench.tasks[0].cancel()
+
+    play(story())
+
+
+def test_with_a_full_queue_the_next_one_is_who_had_the_least() -> None:
+    async def story() -> None:
+        bench = Bench(Room(any=0), max_queued=1)
+        first, second = request(), request()
+        await bench.wait(first)
+        bench.room.by_model["any"] = 1  # a pause has ended, and no event has told it
+        await bench.wait(second)
+        assert bench.entered == [first]
+        await bench.release()
+        assert bench.entered == [first, second]
+
+    play(story())
+
+
 def test_a_request_that_is_cancelled_leaves_its_place_to_the_next() -> None:
     async def story() -> None:
         bench = Bench(Room(any=0))
@@ -248,14 +277,26 @@ def test_without_any_worker_a_request_goes_on_to_be_refused() -> None:
     play(story())
 
 
-def test_retry_after_follows_the_pace_of_the_queue() -> None:
+def test_retry_after_follows_the_pace_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(admission, "monotonic", lambda: now_s)
+
     async def story() -> None:
+        nonlocal now_s
         bench = Bench(Room(any=0))
-        assert bench.admission.retry_after_s == 1
+        for _ in range(64):  # a quiet night
+            now_s += 60.0
+            bench.admission.left()
         await bench.wait(*[request()] * 50)
-        bench.admission._intervals_s.extend([0.5] * 10)
-        assert bench.admission.retry_after_s == 25
-        bench.admission._intervals_s.extend([100.0] * 64)
+        await bench.release()
+        assert bench.admission.retry_after_s == 1
+        for _ in range(9):
+            now_s += 0.5
+            await bench.release()
+        assert bench.admission.retry_after_s == 20
+        for _ in range(20):
+            now_s += 100.0
+            await bench.release()
         assert bench.admission.retry_after_s == 60
         for task in bench.tasks:
             task.cancel()

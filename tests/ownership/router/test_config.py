@@ -55,14 +55,20 @@ def test_what_would_fail_once_the_router_listens_is_refused_when_it_is_read(tmp_
         "client_s": 5_000_000.0,
         "drain_s": 1e300,
         "max_body_mib": 1e308,
+        "max_in_flight": 1.5,
+        "max_connections": 0,
+        "otlp_traces_endpoint": "http://localhost:4318/",
     }
     found = problems(tmp_path, {"workers": WORKERS} | wrong)
     assert [line.partition(": ")[0] for line in found] == list(wrong)
-    directory, decisions, client, *_ = found
+    directory, decisions, client, *_, in_flight, connections, collector = found
     assert "expected host or host:port" in directory
     assert "hidden" not in directory
     assert "is a directory: give the path of a file" in decisions
     assert "expected at most 604800 seconds" in client
+    assert "expected a whole number from 1 to 1048576, got 1.5" in in_flight
+    assert "expected a whole number from 1 to 1048576, got 0" in connections
+    assert "expected http://host:port/path" in collector
     assert problems(tmp_path, {"workers": WORKERS, "directory": "redis://127.0.0.1:notaport"})
 
 
@@ -138,6 +144,7 @@ def test_a_file_that_is_not_yaml_or_not_there_is_refused(tmp_path: Path) -> None
         ([{"name": "a"}], "expected a URL, or an object"),
         ([{"url": "http://a:1", "weight": 2}], "unknown key 'weight'; the keys are url, name"),
         ([{"url": "http://a:1", "drain": "yes"}], "drain: expected true or false"),
+        ([{"url": "http://a:1", "role": "x"}], "role: expected one of 'both', 'prefill', 'decode'"),
         (["http://a:1", "http://a:1"], "two workers named 'a:1'"),
         (["http://127."], "expected http://host:port"),
         (["http://10.0.0"], "expected http://host:port"),
@@ -173,6 +180,14 @@ def test_workers_have_names_and_roles_and_may_drain(tmp_path: Path) -> None:
     one, two = read_config(write(tmp_path, {"workers": entries})).workers
     assert one == ("a:1", "http://a:1", False, "both")
     assert two == ("b", "https://[::1]:2", True, "decode")
+
+
+def test_the_workers_of_all_sources_together_must_have_the_roles(tmp_path: Path) -> None:
+    prefill = {"url": "http://a:1", "role": "prefill"}
+    listed = write(tmp_path, [{"url": "http://b:1", "role": "decode"}]).rename(tmp_path / "more")
+    keys = {"policy": "static_pd", "directory": "memory://", "workers": [prefill]}
+    assert problems(tmp_path, keys) == ["policy: static_pd needs a worker with `role: decode`"]
+    assert read_config(write(tmp_path, keys | {"workers_file": str(listed)})).workers_file == listed
 
 
 def test_a_file_of_workers_may_be_empty_but_not_wrong(tmp_path: Path) -> None:
@@ -252,6 +267,7 @@ def test_a_port_that_is_taken_is_named(key: str, tmp_path: Path) -> None:
     import socket
 
     with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as another router does
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]

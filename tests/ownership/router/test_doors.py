@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.stub_fleet import StubFleet
 from ownership.router.doors import DOORS
+from ownership.router.requests import Priority, RouterRequest, read_fields
 from tests.ownership.router.bench import RunningRouter, error_of, seen
 from tests.ownership.router.conftest import StartRouter
 
@@ -50,6 +51,31 @@ def test_the_worker_gets_the_client_s_bytes_and_headers(start_router: StartRoute
     assert about["last_body"].encode() == body
     assert headers.items() <= about["last_headers"].items()
     assert about["last_headers"]["host"] == own.urls[0].removeprefix("http://")
+
+
+def test_headers_arrive_as_they_were_sent_but_for_those_of_the_connection(
+    start_router: StartRouter,
+) -> None:
+    with StubFleet(1) as own:
+        router = start_router(workers=own.urls)
+        headers = [
+            (b"x-user", "Müller 文".encode()),
+            (b"x-old", "Müller".encode("latin-1")),
+            (b"connection", b"keep-alive, X-Secret"),
+            (b"x-secret", b"1"),
+        ]
+        assert router.client.post("/v1/completions", json={}, headers=headers).status_code == 200
+        got = seen(own.urls[0])["last_headers"]
+    assert (got["x-user"], got["x-old"]) == ("Müller 文", "Müller")
+    assert "x-secret" not in got
+
+
+@pytest.mark.parametrize("stream", [True, 1, 1.0, "true", "Yes", False, 0, "off", None, {"a": 1}])
+def test_a_stream_is_asked_for_by_all_values_that_vllm_takes(stream: object) -> None:
+    body = json.dumps({"stream": stream}).encode()
+    request = RouterRequest(DOORS["/v1/completions"], "POST", "", [], body, "", Priority.NORMAL)
+    read_fields(request)
+    assert request.is_stream == (stream in (True, "true", "Yes"))
 
 
 def test_an_unknown_path_is_passed_through_with_its_query(
@@ -143,6 +169,18 @@ def test_keys_are_checked_and_not_passed_on(start_router: StartRouter, tmp_path:
             assert got["authorization"] == "Bearer of-the-workers"
             assert "x-api-key" not in got
         assert router.client.get("/health").status_code == 200
+
+
+def test_the_routers_key_goes_only_with_requests_whose_key_it_checks(
+    start_router: StartRouter, tmp_path: Path
+) -> None:
+    (tmp_path / "worker-key").write_text("of-the-workers\n")
+    with StubFleet(1) as own:
+        router = start_router(workers=own.urls, worker_api_key=str(tmp_path / "worker-key"))
+        router.complete()
+        assert "authorization" not in seen(own.urls[0])["last_headers"]
+        router.complete(headers={"authorization": "Bearer the-clients"})
+        assert seen(own.urls[0])["last_headers"]["authorization"] == "Bearer the-clients"
 
 
 def test_health_readiness_and_metrics(start_router: StartRouter) -> None:

@@ -14,8 +14,10 @@ import httpx
 import pytest
 
 from benchmarks.stub_fleet import StubFleet
+from ownership.scheduling.fleet import Role
 from tests.ownership.router.bench import RunningRouter, error_of, seen, wait_until
 from tests.ownership.router.conftest import StartRouter
+from tests.ownership.router.known_fleet import PROMPT, running
 
 
 @pytest.fixture
@@ -69,7 +71,49 @@ def test_a_request_whose_worker_is_lost_is_sent_again_once_only(
         answer = router.complete(stub={"fault": "lose"})
         assert answer.status_code == 502
         assert answer.headers["x-heterocache-reason"] == "worker_lost"
-        assert total(pair, "lost") + total(more, "lost") <= 3  # a kept connection may be stale once
+        assert total(pair, "lost") + total(more, "lost") == 2
+
+
+def test_a_request_that_ends_workers_ends_two_at_most_over_kept_connections(
+    start_router: StartRouter,
+) -> None:
+    with StubFleet(4) as workers:
+        router = start_router(workers=workers.urls)
+        for _ in range(8):
+            assert router.complete().status_code == 200
+        assert router.complete(stub={"fault": "exit"}).status_code == 502
+        assert sum(router.metric("retried_total", worker=name) for name in router.states()) == 1
+        wait_until(lambda: sum(x.poll() is not None for x in workers.processes) == 2)
+        assert router.complete().status_code == 200
+
+
+@pytest.mark.parametrize("fault", ["lose", "exit"])
+def test_a_request_that_ends_its_prefill_worker_ends_one_other_at_most(
+    fault: str, tmp_path: Path
+) -> None:
+    roles = [Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE]
+    with StubFleet(4) as workers, running(workers, tmp_path, "static_pd", roles) as known:
+        stub = {"fault": fault, "prefill": {"fault": fault}}
+        answer = known.router.complete(prompt=PROMPT, stub=stub)
+        assert answer.status_code == 502
+        wait_until(lambda: len(known.decisions()) == 1)
+        [line] = known.decisions()
+        assert line["prefill_problem"], "no worker computed the prompt for another one"
+        assert not any(known.router.metric("retried_total", worker=x) for x in known.names)
+        if fault == "lose":
+            assert total(workers, "lost") == 2
+
+
+def test_the_only_worker_gets_a_request_again_that_it_may_not_have_seen(
+    start_router: StartRouter,
+) -> None:
+    """It may have closed an idle connection just then."""
+    with StubFleet(1) as alone:
+        router = start_router(workers=alone.urls)
+        assert router.complete(stub={"fault": "lose"}).status_code == 502
+        assert total(alone, "lost") == 2
+        assert router.complete(stub={"fault": "cut"}).status_code == 502
+        assert total(alone, "/v1/completions") == 3
 
 
 def test_a_request_that_all_workers_lose_costs_others_a_pause_and_no_answer(
@@ -117,6 +161,7 @@ def test_a_long_answer_that_is_cut_is_seen_to_be_cut(
     with pytest.raises(httpx.RemoteProtocolError):
         router.complete(stub={"fault": "cut", "padding": 600_000})
     assert sum(router.metric("cut_total", worker=name) for name in router.states()) == 1
+    wait_until(lambda: router.metric("requests_total", path="completions", status="200") == 1)
 
 
 def test_a_stopped_worker_s_requests_go_elsewhere_or_end_with_an_error(

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.stub_fleet import StubFleet
 from ownership.directory import Worker
-from ownership.router.handoffs import can_hand_off
+from ownership.router.handoffs import can_hand_off, prefill_body
 from ownership.scheduling.fleet import Role
 from tests.ownership.router.bench import seen, wait_until
 from tests.ownership.router.known_fleet import PROMPT, KnownFleet, running, worker_of
@@ -204,3 +204,23 @@ def test_a_request_whose_state_must_not_be_stored_is_served_whole(
     params: object, prompt: object, expected: bool
 ) -> None:
     assert can_hand_off({"prompt": prompt, "kv_transfer_params": params}) is expected
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"prompt_logprobs": 0}, False),
+        ({"echo": True, "logprobs": 1}, False),
+        ({"prompt_logprobs": None, "echo": False, "logprobs": 1}, True),
+    ],
+)
+def test_a_request_that_reads_no_cache_is_served_whole(
+    change: dict[str, Any], expected: bool
+) -> None:
+    assert can_hand_off({"prompt": "text", **change}) is expected
+
+
+def test_the_prefill_has_the_token_ids_that_take_the_place_of_messages() -> None:
+    body = CHAT | {"kv_transfer_params": {"prompt_token_ids": [1, 2], "other": 3}}
+    params = json.loads(prefill_body("chat", body))["kv_transfer_params"]
+    assert params == {"do_remote_decode": True, "prompt_token_ids": [1, 2]}

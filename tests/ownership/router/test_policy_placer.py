@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -159,11 +160,46 @@ def test_each_decision_is_a_line_with_what_was_predicted_and_what_came(known: Kn
 def test_each_sending_to_a_worker_that_is_lost_is_a_line(known: KnownFleet) -> None:
     known.store(0, 15)
     assert known.router.complete(prompt=PROMPT, stub={"fault": "lose"}).status_code == 502
-    wait_until(lambda: len(known.decisions()) == 3)
+    wait_until(lambda: len(known.decisions()) == 2)
     found = [(x["worker"], x["failed"]) for x in known.decisions()]
     first, second = known.names
-    # A kept connection that was closed is no sign of a lost worker: it is asked once more.
-    assert found == [(first, True), (first, True), (second, True)]
+    assert found == [(first, True), (second, True)]
+
+
+def test_nothing_is_learned_from_an_answer_that_is_an_error(
+    known: KnownFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def find(path: str, body: object, now_s: float) -> PromptView:
+        return PromptView(len(PROMPT), {}, Certainty.DEGRADED, ())
+
+    monkeypatch.setattr(known.views, "find", find)
+    headers, body = {"x-session-id": "s"}, {"prompt": PROMPT, "stream": True}
+    answer = known.router.complete(headers=headers, stub={"fault": "fail"}, **body)
+    assert answer.status_code == 500
+    known.complete("s", stream=True)
+    wait_until(lambda: len(known.decisions()) == 2)
+    failed, later = known.decisions()
+    assert (failed["first_byte_s"], failed["events"], failed["failed"]) == (None, None, True)
+    assert later["expected_output_tokens"] == 256
+    assert later["prefixes"] == {}, "the worker has computed nothing"
+    assert known.router.metric("first_byte_seconds_count", path="completions") == 1
+
+
+def test_media_in_a_body_whose_tokens_are_not_known_are_no_text(known: KnownFleet) -> None:
+    image = "A" * 1_000_000
+    url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
+    source = {"type": "base64", "media_type": "image/png", "data": image}
+    text = {"type": "text", "text": "x" * 4_000}
+    for path, part in (
+        ("chat/completions", url),
+        ("messages", {"type": "image", "source": source}),
+    ):
+        for separators in ((",", ":"), (", ", ": ")):
+            body = {"messages": [{"role": "user", "content": [part, text, part]}]}
+            content = json.dumps(body, separators=separators)
+            assert known.router.client.post(f"/v1/{path}", content=content).status_code == 200
+    wait_until(lambda: len(known.decisions()) == 4)
+    assert all(1_000 <= line["prompt_tokens"] < 1_200 for line in known.decisions())
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -81,6 +81,34 @@ def test_workers_that_compress_their_answers_are_understood() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("keys", "serves"),
+    [({}, True), ({"worker_api_key": "wrong"}, False), ({"api_keys": frozenset({b"x"})}, False)],
+)
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_worker_that_checks_the_clients_keys_serves_with_models_unknown(
+    keys: dict[str, Any], serves: bool, status: int
+) -> None:
+    """With a key of the router's own a refusal means that requests are refused, too."""
+
+    async def answer(asked: web.Request) -> web.Response:
+        return web.json_response({}, status=status if asked.path.startswith("/v1") else 200)
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_get("/{path:.*}", answer)
+        config = RouterConfig(**keys)
+        async with TestServer(app) as server, _session(config) as session:
+            workers = WorkerSet(max_in_flight=2)
+            workers.set_addresses([WorkerAddress("one", str(server.make_url("")).rstrip("/"))])
+            [worker] = workers
+            problem = await Prober(workers, session, config)._ask(worker)
+            assert (problem is None) == serves
+            assert worker.has_model("any")
+
+    asyncio.run(run())
+
+
 def play(story: Callable[[Probes, WorkerSet, Worker], Awaitable[None]]) -> None:
     async def run() -> None:
         workers, [worker] = workers_of("one")

@@ -20,7 +20,8 @@ import psutil
 import pytest
 
 from benchmarks.stub_fleet import StubFleet
-from tests.ownership.router.bench import PATIENCE_S, wait_until
+from ownership.router import serving
+from tests.ownership.router.bench import PATIENCE_S, config_of, wait_until
 from tests.ownership.router.test_guide import CLI, free_ports
 
 pytestmark = pytest.mark.long
@@ -31,6 +32,52 @@ def _is_listening(process: psutil.Process) -> bool:
         return any(c.status == psutil.CONN_LISTEN for c in process.net_connections())
     except psutil.NoSuchProcess:
         return False  # it has just ended
+
+
+def test_less_than_a_second_to_end_is_time_to_end(tmp_path: Path) -> None:
+    config = config_of(tmp_path, workers=["http://127.0.0.1:9"], drain_s=0.9)
+    assert serving.make_server(config).config.timeout_graceful_shutdown == 1
+
+
+class Child:
+    """A process that has started."""
+
+    def __init__(self) -> None:
+        self.sentinel, self._open = os.pipe()
+        self.terminated = False
+
+    def is_alive(self) -> bool:
+        return True
+
+    def terminate(self) -> None:
+        self.terminated = True
+
+    def join(self, timeout: float) -> None:
+        assert self.terminated
+
+    def kill(self) -> None:
+        for file in (self.sentinel, self._open):
+            os.close(file)
+
+
+def test_a_signal_while_processes_start_ends_those_that_have_and_starts_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "")  # it is set for the children
+    monkeypatch.setattr(signal, "signal", lambda number, act: None)
+    config = config_of(tmp_path, workers=["http://127.0.0.1:9"])
+    started = list[Child]()
+    with socket.socket() as listener:
+        parent = serving._Processes(config, 0, 3, listener)
+
+        class Starting(Child):
+            def start(self) -> None:
+                started.append(self)
+                parent._end(signal.SIGTERM, None)
+
+        monkeypatch.setattr(parent._context, "Process", lambda **given: Starting())
+        parent.run()
+    assert [child.terminated for child in started] == [True]
 
 
 class Processes:

@@ -64,6 +64,23 @@ def test_a_client_that_leaves_ends_the_worker_s_part(
     assert router.metric("in_flight", worker=name) == 0
 
 
+@pytest.mark.parametrize("stub", [{"gap_s": 0.05, "events": 2_000}, {"first_s": 30}])
+def test_a_client_that_leaves_after_a_second_request_ends_the_first(
+    stub: dict[str, int],
+    start_router: StartRouter,
+    worker: StubFleet,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    router = start_router(workers=worker.urls)
+    client = begin(router, stream=True, stub=stub)
+    wait_until(lambda: counts(worker).get("/v1/completions"))
+    client.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+    client.close()
+    wait_until(lambda: counts(worker).get("aborted") == 1)
+    wait_until(lambda: router.metric("clients_left_total") == 1)
+    assert not [x for x in caplog.records if x.exc_info], "the router wrote to a closed connection"
+
+
 def test_a_client_that_leaves_the_queue_is_forgotten(
     start_router: StartRouter, worker: StubFleet
 ) -> None:
@@ -113,6 +130,21 @@ class Response:
     content_type = "text/event-stream"
     headers = MappingProxyType[str, str]({})
     raw_headers = ((b"Content-Type", b"text/event-stream"),)
+
+
+def test_a_worker_s_headers_of_its_connection_are_not_passed_on() -> None:
+    response: Any = Response()
+    own = ((b"Connection", b"close, X-Hop"), (b"X-Hop", b"1"), (b"X-Other", b"2"))
+    response.raw_headers = (*Response.raw_headers, *own)
+    heads: list[Message] = []
+
+    async def send(message: Message) -> None:
+        heads.append(message)
+
+    placed: Any = Placed(None, Worker(WorkerAddress("a", "http://a")))  # type: ignore[arg-type]
+    asyncio.run(Answer(send).start(response, placed))
+    names = [name for name, _ in heads[0]["headers"]]
+    assert names == [b"content-type", b"x-other", b"x-heterocache-worker"]
 
 
 def sent_of(parts: list[bytes], *, is_cut: bool = False) -> list[bytes]:

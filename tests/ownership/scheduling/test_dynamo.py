@@ -9,6 +9,7 @@ import pytest
 
 from ownership.scheduling import FleetView, Role, Step, WorkerLoad, WorkerPrefix
 from ownership.scheduling.dynamo import Dynamo
+from ownership.scheduling.step_pricing import StepPricing
 from tests.ownership.scheduling.fleets import fleet_of, worker
 
 STEP = Step(1_000, {"a": WorkerPrefix(400, 800, 800), "b": WorkerPrefix(0, 200, 1_000)})
@@ -35,7 +36,7 @@ def test_credits_are_by_tier() -> None:
 def test_costs_are_what_has_no_first_token_and_what_decodes() -> None:
     """a: 500 + 1000 - 700 + 3000. b: 100 + 1000 - 350 + 3500. c: 1000 + 3300."""
     policy, view = Dynamo(random.Random(1)), fleet()
-    pricing = policy.base.pricing(STEP, view)
+    pricing = StepPricing(STEP, view)
     costs = policy.costs(STEP, pricing, policy.credits(STEP, view))
     assert costs.tolist() == [3_800.0, 4_250.0, 4_300.0]
     assert where(policy, STEP, view) == ("a", "a")

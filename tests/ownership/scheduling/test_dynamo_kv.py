@@ -10,6 +10,7 @@ import pytest
 
 from ownership.scheduling import FleetView, Step, WorkerLoad, WorkerPrefix
 from ownership.scheduling.dynamo_kv import DynamoKv
+from ownership.scheduling.step_pricing import StepPricing
 from tests.ownership.scheduling.fleets import fleet_of, worker
 
 STEP = Step(1_000, {"a": WorkerPrefix(800), "b": WorkerPrefix(0, 500)})
@@ -26,7 +27,7 @@ def fleet() -> FleetView:
 
 def test_logits_follow_the_published_formula() -> None:
     policy, view = DynamoKv(random.Random(1)), fleet()
-    logits = policy.logits(STEP, view, policy.base.pricing(STEP, view))
+    logits = policy.logits(STEP, view, StepPricing(STEP, view))
     assert logits.tolist() == pytest.approx([-0.3, 0.25, 0.0])
     assert policy.decide(STEP, view).placement.decode_worker == "b"
 

@@ -66,6 +66,13 @@ def test_a_request_counts_from_when_it_is_sent_until_it_ends() -> None:
     assert (len(ledger), ledger.lost_requests) == (0, 0)
 
 
+def test_nothing_is_learned_from_a_request_that_ended_before_its_first_token() -> None:
+    ledger = Ledger(pair(), LIMITS)
+    ledger.sent("x", work(), 0.0)
+    ledger.ended("x", 0, 21.0)
+    assert (ledger.output_tokens, ledger.load("a")) == (256.0, WorkerLoad())
+
+
 def test_a_remote_prefill_moves_to_the_worker_that_decodes() -> None:
     ledger = Ledger(pair(), LIMITS)
     ledger.sent("x", remote(), 0.0)

@@ -15,6 +15,7 @@ import pytest
 from hetero_connector.planner.compute_model import InterferenceCoefficients
 from ownership.scheduling import FleetView, Step, WorkerLoad, WorkerPrefix, WorkerView
 from ownership.scheduling.predicted_latency import PredictedLatency
+from ownership.scheduling.step_pricing import StepPricing
 from tests.ownership.scheduling.fleets import costs_of, fleet_of, worker
 
 SLOW = costs_of(interference=InterferenceCoefficients(0.1, 0.0, 0.0, 0.0, 0.0, 0.0))
@@ -82,5 +83,5 @@ def test_a_step_is_predicted_with_the_request_and_what_waits() -> None:
     load = WorkerLoad(queued_tokens=400, running_requests=2, context_tokens=300)
     view = fleet_of(worker("a", load, costs_of(interference=delays)))
     policy, step = PredictedLatency(random.Random(1)), Step(200, output_tokens=100.0)
-    found = policy.token_s(step, policy.base.pricing(step, view))
+    found = policy.token_s(step, StepPricing(step, view))
     assert found.tolist() == pytest.approx([0.01 + 3e-3 + 5e-3 + 8e-5])

@@ -63,7 +63,10 @@ function showTiers(view) {
 // Rows of [name, "good" | "warn" | "bad" | "", what it is, what to say of it at the top].
 function judge({ health, counts, draining }) {
   const works = (name, key, trouble) => [name, health[key] ? "good" : "bad", health[key] ? "works" : "does not work", trouble];
-  const rows = [works("Store", "io_alive", "The store's I/O thread hangs or has ended: nothing is restored or saved.")];
+  const rows = [
+    works("Cache", "cache_alive", "The cache has stopped after a failed load. Until the server is restarted, nothing is restored or saved; every prompt is computed."),
+    works("Store", "io_alive", "The store's I/O thread hangs or has ended. Nothing is read from or written to SSD and peers; DRAM serves on."),
+  ];
   if (draining) rows.push(["Draining", "warn", "stores nothing new", "An engine is draining: it stores nothing new."]);
   if (newest.engines.some((x) => x.tiers?.some((tier) => tier.tier === "ssd"))) {
     rows.push(works("SSD writes", "ssd_writable", "The SSD cannot be written: what is new stays in DRAM only."));

@@ -1,5 +1,5 @@
 -- Stop counting a user. `OwnershipDirectory.remove_chain_user`.
--- KEYS: fleet epochs readers used
+-- KEYS: fleet epochs readers
 -- ARGV: epoch, user, msgpack [chunk, ...]
 -- Returns: [1 if the chunk has no user any more, else 0, ...]. Errors: STALE_EPOCH.
 -- USES: clock epochs chain_users
@@ -18,7 +18,6 @@ for index, chunk in ipairs(cmsgpack.unpack(ARGV[3])) do
   if position then
     table.remove(found, position)
     table.remove(found, position)
-    redis.call('ZADD', used, exact(now_s), chunk)
   end
   found = live_users(found, now_s)
   keep_users(chunk, found)

@@ -28,13 +28,16 @@ for index = 1, #copies, 3 do
   elseif record[OWNER] == epoch then
     answer(OWNED, epoch, record[TOKEN])
   else
+    local before = #record
     drop_replicas(record, is_own_or_expired)
     local is_full = #record - COPY >= max_replicas
     if not is_full then
       table.insert(record, { epoch, copy, now_s + ttl_s })
     end
     answer(is_full and FULL or REPLICA, record[OWNER], record[TOKEN])
-    settle(place, at, now_s)
+    if not is_full or #record ~= before then
+      settle(place, at, now_s)
+    end
   end
 end
 write_records()

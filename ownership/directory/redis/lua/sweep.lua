@@ -1,5 +1,5 @@
 -- Forget records without a use. `OwnershipDirectory.sweep`.
--- KEYS: fleet epochs chunks runs readers used names peers
+-- KEYS: fleet epochs chunks runs readers names peers
 -- ARGV: about how many records to look at, orphan_ttl_s, most artifacts
 -- Returns: the number of artifacts whose records were forgotten.
 -- USES: clock epochs runs records chain_users
@@ -55,11 +55,6 @@ write_records()
 scanned = scan(readers, 'reader_cursor')
 for index = 1, #scanned, 2 do
   keep_users(scanned[index], live_users(users_of(scanned[index]), now_s))
-end
-for _, chunk in ipairs(redis.call('ZRANGEBYSCORE', used, '-inf', exact(oldest_s), 'LIMIT', 0, limit)) do
-  if redis.call('HEXISTS', readers, chunk) == 0 then
-    redis.call('ZREM', used, chunk)
-  end
 end
 
 for _, field in ipairs(redis.call('HKEYS', epochs)) do

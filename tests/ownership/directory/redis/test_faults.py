@@ -18,8 +18,9 @@ from hetero_connector.errors import (
     RecordError,
     StaleEpochError,
 )
-from ownership.directory import GrantOutcome, Lease
+from ownership.directory import DirectoryLimits, GrantOutcome, Lease
 from ownership.directory.redis import RedisDirectory
+from ownership.directory.redis.connection import RedisConnection, ServerFullError
 from tests.ownership.fleet_bench import KV, artifact, chain, claim, claim_of, join
 
 pytestmark = pytest.mark.long
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.long
 DEADLINE_S = 0.5
 SLACK_S = 30.0
 """A busy machine wakes a thread late. A hang takes minutes."""
+OWNED = {GrantOutcome.OWNED}
 
 
 @pytest.fixture
@@ -175,7 +177,7 @@ class TestSlow:
         assert took_s < DEADLINE_S + SLACK_S
         while time.monotonic() - paused_s < 2.0:
             with pytest.raises(DirectoryUnavailableError):
-                directory.usage(chain("b", 2))
+                directory.count_users(chain("b", 2))
         server.resume()
         view = until_back(lambda: directory.lookup(chain("a", 1)))
         assert view.chunks[0][KV].owner == lease.epoch
@@ -268,17 +270,63 @@ class TestServerTroubles:
             grants = directory.claim_owner(lease.epoch, claims)
             assert {grant.outcome for grant in grants} == {GrantOutcome.OWNED}
 
-    def test_a_full_server_is_unavailable_until_there_is_room(
+    def test_a_full_server_lists_nothing_new_and_does_all_else(
         self, server: EmbeddedRedis, directory: RedisDirectory
     ) -> None:
-        lease = join(directory, "ann", lease_s=600.0)
+        ann, gone = (join(directory, name, lease_s=600.0) for name in ("ann", "gone"))
+        orphans = [claim_of(artifact("orphans", index)) for index in range(3)]
+        assert {g.outcome for g in directory.claim_owner(gone.epoch, orphans)} == OWNED
+        [kept] = claim(directory, ann, artifact())
         client = redis.Redis.from_url(server.url)
         client.config_set("maxmemory", 1)
+        assert claim(directory, ann, artifact("new"))[0].outcome is GrantOutcome.FULL
+        copies = [claim_of(artifact("orphans"))]
+        [listed] = directory.replicate_readonly(ann.epoch, copies, 60.0)
+        assert listed.outcome is GrantOutcome.FULL
         with pytest.raises(DirectoryUnavailableError):
-            claim(directory, lease, artifact())
+            join(directory, "new")
+        with pytest.raises(DirectoryUnavailableError):
+            directory.add_chain_user(ann.epoch, "s", chain("a", 1))
+        # None of these waits for a pause of the circuit breaker.
+        directory.renew_lease(ann.epoch)
+        assert directory.workers().keys() == {ann.epoch, gone.epoch}
+        assert directory.remove_chain_user(ann.epoch, "s", chain("a", 1)) == chain("a", 1)
+        assert directory.report_generation(ann.epoch, 0, 0) == 0
+        assert directory.lookup(chain("a", 1)).chunks[0][KV].token == kept.token
+        directory.release(ann.epoch, {artifact(): kept.token})
+        assert directory.lookup(chain("a", 1)).chunks[0] == {}
+        directory.end_lease(gone.epoch)
+        sweeper = RedisDirectory(server.url, DirectoryLimits(orphan_ttl_s=0.0), DEADLINE_S)
+        assert sweeper.sweep(1_000) == len(orphans)
+        sweeper.close()
         client.config_set("maxmemory", 0)
-        granted = until_back(lambda: claim(directory, lease, artifact()))
-        assert granted[0].outcome is GrantOutcome.OWNED
+        assert claim(directory, ann, artifact())[0].outcome is GrantOutcome.OWNED
+        client.close()
+
+    def test_a_full_server_that_refuses_transactions_is_looked_up_without_one(
+        self, server: EmbeddedRedis, directory: RedisDirectory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Redis 7 does; Redis 8 does not."""
+
+        def refuse(*_: object) -> Any:
+            raise ServerFullError("OOM")
+
+        lease = join(directory, "ann", lease_s=600.0)
+        claim(directory, lease, artifact())
+        monkeypatch.setattr(RedisConnection, "run_and_fetch", refuse)
+        assert directory.lookup(chain("a", 1)).chunks[0][KV].owner == lease.epoch
+
+    def test_a_replica_too_many_writes_nothing_but_the_time(self, server: EmbeddedRedis) -> None:
+        directory = RedisDirectory(server.url, DirectoryLimits(max_replicas=0), DEADLINE_S)
+        ann, bob = (join(directory, name, lease_s=600.0) for name in ("ann", "bob"))
+        claim(directory, ann, artifact())
+        client = redis.Redis.from_url(server.url)
+        client.config_resetstat()
+        [grant] = directory.replicate_readonly(bob.epoch, [claim_of(artifact())], 60.0)
+        assert grant.outcome is GrantOutcome.FULL
+        assert client.info("commandstats")["cmdstat_hset"]["calls"] == 1
+        client.close()
+        directory.close()
 
     def test_a_replica_that_lost_its_primary_is_unavailable(self) -> None:
         with EmbeddedRedis(["replicaof 127.0.0.1 1"]) as replica:

@@ -149,28 +149,9 @@ def test_an_unreadable_epoch_has_ended(hostile: Hostile) -> None:
     hostile.client.hdel(fleet_key(hostile.fleet, "epochs"), b"%d" % bob.epoch)
 
 
-def test_an_unreadable_session_is_unknown(hostile: Hostile) -> None:
-    hostile.directory.begin_turn(hostile.lease.epoch, "s")
-    key = fleet_key(hostile.fleet, "sessions")
-    for fields in (
-        [1, 2, b"short", 4, b"", [], False, 1e18],
-        [1, 2, bytes(16), -4, b"", [], False, 1e18],
-        [1, 2, bytes(16), 4, b"\xff", [], False, 1e18],
-        [1, 2, bytes(16), 4, b"", [b"x"], False, 1e18],
-    ):
-        hostile.client.hset(key, "s", msgpack.packb(fields, use_bin_type=False))
-        assert hostile.directory.sessions(["s"]) == [None]
-    hostile.client.hdel(key, "s")
-
-
 @given(packed=st.binary(max_size=120))
 def test_no_bytes_break_the_decoders(packed: bytes) -> None:
-    for decode in (
-        encoding.run_entries,
-        encoding.chunk_records,
-        encoding.chain_ends,
-        lambda raw: encoding.session("s", raw),
-    ):
+    for decode in (encoding.run_entries, encoding.chunk_records):
         try:
             decode(packed)
         except RecordError:

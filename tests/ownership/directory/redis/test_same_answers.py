@@ -13,7 +13,6 @@ from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey
 from hetero_connector.errors import DirectoryError, StaleEpochError
 from ownership.directory import ChainView, Claim, Directory, Grant, Worker
 from ownership.directory.identifiers import Epoch, Token
-from ownership.directory.sessions import HotGroup, Session, SessionGrant
 from tests.ownership.fleet_bench import KV, LIMITS, WINDOW, MemoryBench, chain, copy_of
 from tests.ownership.redis_bench import RedisBench
 
@@ -37,7 +36,6 @@ class Side:
         self.epochs: list[Epoch] = []
         self.tokens: list[int] = [0]
         self.owned: dict[ArtifactId, list[Token]] = {}
-        self.turns: dict[str, Token] = {}
 
     def epoch(self, number: int) -> Epoch:
         return self.epochs[number % len(self.epochs)]
@@ -51,10 +49,6 @@ class Side:
             ]
             status = [str(answer.status(epoch)) for epoch in self.epochs]
             return chunks, status, answer.now_s
-        if isinstance(answer, Session):
-            answer = tuple(getattr(answer, name) for name in answer.__slots__)
-        if isinstance(answer, HotGroup):
-            return answer.name, round(answer.heat, 6), answer.chain_ends
         if isinstance(answer, (list, tuple)):
             return [self.told(x) for x in answer]
         return self._ordinal(answer) if isinstance(answer, int) else answer
@@ -149,27 +143,6 @@ class SameAnswers(RuleBasedStateMachine):
     def remove_chain_user(self, who: int, user: str, chunks: list[ChunkKey]) -> None:
         self.both(lambda side: side.directory.remove_chain_user(side.epoch(who), user, chunks))
 
-    @rule(who=st.integers(0, 9), session=NAMES, group=st.sampled_from(["", "g", "h"]))
-    def begin_turn(self, who: int, session: str, group: str) -> None:
-        def ask(side: Side) -> SessionGrant:
-            grant = side.directory.begin_turn(side.epoch(who), session, group)
-            side.turns[session] = grant.session.token
-            return grant
-
-        self.both(ask)
-
-    @rule(who=st.integers(0, 9), session=NAMES, end=st.sampled_from(CHUNKS))
-    def end_turn(self, who: int, session: str, end: ChunkKey) -> None:
-        self.both(
-            lambda side: side.directory.end_turn(
-                side.epoch(who), session, side.turns.get(session, Token(0)), end, 512
-            )
-        )
-
-    @rule(who=st.integers(0, 9), group=st.sampled_from("gh"), end=st.sampled_from(CHUNKS))
-    def note_group(self, who: int, group: str, end: ChunkKey) -> None:
-        self.both(lambda side: side.directory.note_group(side.epoch(who), group, end))
-
     @rule(seconds=st.sampled_from([0.5, 3.0, 7.0, 61.0, 700.0, -50.0]))
     def pass_time(self, seconds: float) -> None:
         self.both(lambda side: side.bench.advance(seconds))
@@ -189,10 +162,7 @@ class SameAnswers(RuleBasedStateMachine):
     def the_same_is_known(self) -> None:
         self.both(lambda side: side.directory.lookup(TRUNK))
         self.both(lambda side: side.directory.lookup(FORK))
-        self.both(lambda side: side.directory.usage(CHUNKS))
-        self.both(lambda side: side.directory.sessions(["ann", "bob", "cat"]))
-        # As hot as each other they may come in any order.
-        self.both(lambda side: sorted(side.directory.hot_groups(5), key=lambda x: x.name))
+        self.both(lambda side: side.directory.count_users(CHUNKS))
         self.both(lambda side: sorted(w.name for w in side.directory.workers().values()))
         self.both(lambda side: sorted(side.directory.generation().adopted.items()))
 

@@ -287,7 +287,7 @@ def test_a_server_is_degraded_until_its_answers_agree_and_after_they_differ(flee
     assert compare("http://one", Kind.TEXT, chain, right) is None
     assert compare("http://one", Kind.TEXT, chain, wrong) == "keys_differ"
     assert fleet.find({"prompt": TEXT}).reasons == ("keys_differ",)
-    assert fleet.find({"prompt": list(range(100))}).reasons == ("keys_differ",)
+    assert fleet.find({"prompt": list(range(100))}).reasons == ()
     for _ in range(2):
         compare("http://one", Kind.TEXT, chain, right)
         assert fleet.find({"prompt": TEXT}).reasons == ("keys_differ",)
@@ -298,6 +298,54 @@ def test_a_server_is_degraded_until_its_answers_agree_and_after_they_differ(flee
     assert fleet.find({"prompt": list(range(100))}).reasons == ()
     fleet.trust.forget("http://one")
     assert fleet.find({"prompt": TEXT}).reasons == ("unchecked",)
+
+
+TALK = {"messages": [{"role": "user", "content": TEXT}]}
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "others"),
+    [
+        ("/v1/completions", {"prompt": TEXT}, [{"prompt": list(range(200))}]),
+        (
+            "/v1/chat/completions",
+            TALK | {"tools": [TOOL]},
+            [TALK, TALK | {"kv_transfer_params": {"prompt_token_ids": list(range(200))}}],
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [*TALK["messages"], {"role": "assistant", "tool_calls": [CALL]}]},
+            [TALK],
+        ),
+    ],
+)
+def test_prompts_that_become_tokens_otherwise_say_nothing_of_those_that_differ(
+    fleet: Fleet, path: str, body: dict[str, Any], others: list[dict[str, Any]]
+) -> None:
+    server = Server(model_tokenizer("llama3"))
+    fleet.add("http://one")
+    watch = FleetWatch(fleet.views, lambda: {"http://one": server.ask}, clock=lambda: 0.0)
+    asyncio.run(watch.ask_all())
+    assert fleet.find(body, path).reasons == ()
+
+    def answered(body: dict[str, Any], *, tokens: int = 0) -> tuple[str, ...]:
+        view = fleet.find(body, path)
+        [chain] = view.chains.values()
+        agreed = {"chain": [chain.keys[-1].hex(), chain.ends[-1]]}
+        server.reports["id"] = {"prompt_tokens": chain.num_tokens + tokens, **agreed}
+        watch._sampled_s.clear()
+        watch.on_answer("http://one", path, view, "id")
+        asyncio.run(watch.ask_all())
+        return fleet.find(body, path).reasons
+
+    assert answered(body, tokens=1) == ("tokens_differ",)
+    for other in others * 3:
+        assert answered(other) == ()
+    assert fleet.find(body, path).reasons == ("tokens_differ",)
+    assert answered(body) == answered(body) == ("tokens_differ",)
+    assert answered(body) == ()
 
 
 def test_a_directory_that_is_late_costs_one_deadline_and_then_a_pause(fleet: Fleet) -> None:
@@ -450,7 +498,7 @@ def test_a_sample_compares_with_the_report_of_the_request() -> None:
     server.reports["wrong"] = {**server.reports["right"], "chain": ["00" * 16, chain.ends[-1]]}
 
     def sample(name: str) -> str | None:
-        return asyncio.run(checks.sample("http://one", server.ask, "/v1/messages", view, name))
+        return asyncio.run(checks.sample("http://one", server.ask, view, name))
 
     assert sample("unknown") is None
     assert fleet.find(talk, "/v1/messages").reasons == ("unchecked",)

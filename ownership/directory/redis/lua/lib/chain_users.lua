@@ -1,7 +1,6 @@
--- The users of each chunk. Needs: epochs, readers, used.
+-- The users of each chunk. Needs: epochs, readers.
 --
--- readers: hash, chunk -> msgpack [epoch, user, ...]. used: sorted set, chunk by the
--- directory time of its last use.
+-- readers: hash, chunk -> msgpack [epoch, user, ...].
 
 -- The users that can be decoded.
 local function users_of(chunk)
