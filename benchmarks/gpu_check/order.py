@@ -97,6 +97,8 @@ def check_graph(setting: Setting) -> Result:
             mover.launch(Mode.LOAD, restore.moves, mover.upload(restore.moves))
     right_products = True
     for _ in range(setting.sizes.replays):
+        left.neg_()  # so the product changes, exactly
+        product.neg_()
         graph.replay()
         torch.cuda.current_stream().synchronize()
         right_products &= torch.equal(captured, product)

@@ -1,8 +1,8 @@
 """`torch.cuda` without a GPU, for the dry run.
 
 Kernels are queued, and run when something waits for them, as late as the events allow: a missing
-wait gives wrong bytes. Torch's own operations run at once, so a graph of them has nothing left to
-replay. The clock is virtual: every recorded event costs a millisecond.
+wait gives wrong bytes. Torch's own operations run at once, and a graph repeats those that it has
+seen. The clock is virtual: every recorded event costs a millisecond.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 from heterocache_cuda.driver import CudaError
 from heterocache_cuda.mover import Int64Array
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
 _RECORD_MS = 1.0
@@ -91,6 +92,26 @@ class Kernel:
             self._gpu.issue(lambda: self._interpreted[grid](*arguments, **options))
 
         return launch
+
+
+class Graph(TorchDispatchMode):
+    """A CUDA graph, and the context manager in which it takes torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[Callable[[], object]] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        operation = partial(function, *args, **(kwargs or {}))
+        out = operation()
+        self._operations.append(lambda: out.copy_(operation()))
+        return out
+
+    def replay(self) -> None:
+        for operation in self._operations:
+            operation()
 
 
 class Gpu:
@@ -179,9 +200,9 @@ def gpu_stand_ins() -> Iterator[Gpu]:
     replaced: dict[str, Any] = {
         "Stream": lambda device=None: Stream(gpu),
         "Event": lambda enable_timing=False: Event(gpu),
-        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        "CUDAGraph": Graph,
         "stream": gpu.on,
-        "graph": nullcontext,
+        "graph": lambda graph: graph,
         "current_stream": lambda device=None: gpu.current,
         "synchronize": gpu.synchronize,
         "get_device_properties": lambda device=None: properties,

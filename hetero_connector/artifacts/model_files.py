@@ -4,8 +4,7 @@ Hashing a 700 GB checkpoint at every start would take too long, so weights are s
 size and safetensors header of every file, and content up to a fixed number of bytes per model,
 spread evenly over each file, plus a piece of up to 4,096 tensors. A model within that budget is
 read completely. Only names inside the model's directory count, so a copy, a symlinked Hugging Face
-cache and a moved directory are the same model. Weights in its subfolders count, too, but not those
-of folders inside them.
+cache and a moved directory are the same model. Weights in a subfolder count only if vLLM loads it.
 """
 
 from __future__ import annotations
@@ -34,6 +33,8 @@ ADAPTER_BUDGET_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_PART_FOLDERS = ("whisper-large-v3",)
+"""Subfolders whose weights vLLM loads: Kimi-Audio's encoder. It loads those of no other."""
 # Files that trainers leave with the weights; vLLM skips them too (model_loader/weight_utils.py).
 _TRAINER_STEMS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
 _TOKENIZER_NAMES = (
@@ -148,26 +149,13 @@ def _is_processor(name: str) -> bool:
     return "processor" in name and name.endswith("config.json")
 
 
-def _is_part_folder(name: str) -> bool:
-    """True for the name of a folder that may have weights of the model.
-
-    `original` has the same weights in another format, which vLLM skips, too; those of a trainer's
-    checkpoints are of other models.
-    """
-    return name != "original" and not name.startswith((".", "checkpoint-"))
-
-
 def _weight_files(model_dir: Path) -> dict[str, Path]:
-    """Return the weight files of the directory and its subfolders, by their names in it.
-
-    Some models have a part, such as an audio encoder, in a subfolder.
-    """
+    """Return the weight files that vLLM may load, by their names in the directory."""
     files = _files(model_dir, _is_weight)
-    for folder in _listed(model_dir, _is_part_folder):
-        # vLLM cannot read what cannot be listed, such as `lost+found`.
-        if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK):
-            inside = _files(folder, _is_weight)
-            files |= {f"{folder.name}/{name}": path for name, path in inside.items()}
+    for folder in _PART_FOLDERS:
+        if (model_dir / folder).is_dir():
+            inside = _files(model_dir / folder, _is_weight)
+            files |= {f"{folder}/{name}": path for name, path in inside.items()}
     return files
 
 

@@ -133,7 +133,8 @@ class GrantOutcome(StrEnum):
     ABSENT = "absent"
     """There is no record."""
     FULL = "full"
-    """The directory, or its server's memory, is full: the artifact or replica is not listed."""
+    """The directory, or its server's memory, is full. What is listed stays as it is, even if it is
+    the caller's own; anything else is not listed."""
 
 
 class Grant(NamedTuple):
@@ -195,11 +196,6 @@ class ChainView:
         state = self.workers.get(epoch)
         return EpochStatus.ENDED if state is None else state.status
 
-    def copies(self, index: int, state_type: StateType) -> list[ReadableCopy]:
-        """Return the copies of one artifact that may be read, the owner's first."""
-        record = self.chunks[index].get(state_type)
-        return [] if record is None else self.copies_in(record)
-
     def copies_in(self, record: ArtifactRecord) -> list[ReadableCopy]:
         """Return the copies that a record names and that may be read, the owner's first."""
         found = []
@@ -210,13 +206,10 @@ class ChainView:
                 found.append(ReadableCopy(replica.holder, record.token, replica.copy))
         return found
 
-    def adoptable(self, index: int, state_type: StateType) -> str:
-        """Return the shared storage on which an ended owner left the artifact; "" if none."""
-        record = self.chunks[index].get(state_type)
-        return "" if record is None else self.adoptable_in(record)
-
     def adoptable_in(self, record: ArtifactRecord) -> str:
-        """Return the shared storage on which the record's owner left it, if that has ended."""
+        """Return the shared storage on which the record's owner left it; "" if that has not ended,
+        or left it on none.
+        """
         if not record.copy.on_ssd:
             return ""
         state = self.workers.get(record.owner)

@@ -146,17 +146,21 @@ class ChainUserExchange:
         return chunk in self._reported and chunk not in self._to_report
 
     def _report(self, directory: Directory, epoch: Epoch) -> None:
-        """Report one batch. A call without an answer is repeated: the directory may have acted."""
-        chunks = list(islice(self._to_report, _CHUNKS_PER_CALL))
-        if used := [chunk for chunk in chunks if chunk in self._counts]:
-            self._reported.update(used)
-            directory.add_chain_user(epoch, _NAME, used)
-            self._settle(used)
-        if left := [chunk for chunk in chunks if chunk not in self._counts]:
+        """Report one batch. A call without an answer is repeated: the directory may have acted.
+
+        Users that have left go first: a directory whose memory is full takes no others.
+        """
+        gone = (chunk for chunk in self._to_report if chunk not in self._counts)
+        if left := list(islice(gone, _CHUNKS_PER_CALL)):
             unused = directory.remove_chain_user(epoch, _NAME, left)
             self._reported.difference_update(left)
             self._settle(left)
             self._store.set_foreign_users(dict.fromkeys(unused, False), 0.0)
+        new = (chunk for chunk in self._to_report if chunk in self._counts)
+        if used := list(islice(new, _CHUNKS_PER_CALL)):
+            self._reported.update(used)
+            directory.add_chain_user(epoch, _NAME, used)
+            self._settle(used)
 
     def _settle(self, chunks: list[ChunkKey]) -> None:
         for chunk in chunks:

@@ -79,7 +79,7 @@ class Ledger:
         self._postponed: dict[ArtifactId, Claim] = {}
         """Claims of artifacts that came back while their release was not answered."""
         self._refused: dict[ArtifactId, Claim] = {}
-        """Artifacts here that are not listed because the directory was full."""
+        """Artifacts here for which the directory was full: not listed, or by an earlier claim."""
         self._released = BoundedDict[ArtifactId, tuple[Token, float]](_MAX_REMEMBERED)
         """Recently answered releases and when they were answered, oldest first."""
         self._audit = RecordAudit(

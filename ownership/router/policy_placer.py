@@ -407,6 +407,7 @@ def _guessed_tokens(body: bytes) -> int:
             end = body.find(b'"', start)
             if end < 0:
                 break
-            num_bytes -= end - start
+            if not body.startswith(b"data:", start):  # else it has a `;base64,` of its own
+                num_bytes -= end - start
             at = body.find(marker, end)
     return max(1, num_bytes // _BYTES_PER_TOKEN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Set
 from time import monotonic
 from typing import Any
 
@@ -16,6 +17,7 @@ from ownership.router.workers import Worker, WorkerSet, WorkerState
 
 _FAILURES = 3
 """Failures in a row that make a worker `DOWN`. A refused connection is enough alone."""
+_NO_SUCH_PATH = frozenset({404, 405})
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +35,8 @@ class Prober:
         self._headers = PLAIN | ({"authorization": f"Bearer {key}"} if key else {})
         self._timeout = aiohttp.ClientTimeout(config.probe_timeout_s)
         # Workers that check the clients' own keys tell their models to none without one.
-        self._excused = {404, 405} if key or config.api_keys else {401, 403, 404, 405}
+        self._excused = set[int]() if key or config.api_keys else {401, 403}
+        """Statuses of `/v1/models` with which a worker serves. Keys guard no `/health`."""
 
     def follow(self) -> None:
         """Probe the workers that the set has now, and those that end what they have begun."""
@@ -84,7 +87,7 @@ class Prober:
         """Return None if the worker serves, else why it does not."""
         try:
             await self._get(worker, "/health")
-            answer = await self._get(worker, "/v1/models")
+            answer = await self._get(worker, "/v1/models", self._excused)
             if answer:
                 models = msgspec.json.decode(answer, type=_Models).data
                 worker.models = {str(model["id"]): model for model in models if "id" in model}
@@ -94,14 +97,14 @@ class Prober:
             return error
         return None
 
-    async def _get(self, worker: Worker, path: str) -> bytes:
-        """Return the answer; b"" if the worker has no such path, or asks for a client's key.
+    async def _get(self, worker: Worker, path: str, excused: Set[int] = frozenset()) -> bytes:
+        """Return the answer; b"" if the worker has no such path, or its status is excused.
 
         Raises ClientResponseError.
         """
         url = worker.address.url + path
         async with self._session.get(url, headers=self._headers, timeout=self._timeout) as answer:
-            if answer.status not in self._excused:
+            if answer.status not in _NO_SUCH_PATH | excused:
                 answer.raise_for_status()
                 return await answer.read()
         return b""

@@ -152,6 +152,7 @@ class Proxy:
                     return
                 worker.breaker.on_failure()
                 request.times_lost += lost.was_sent
+                request.is_whole |= lost.was_sent  # a prefill could end one worker more
                 has_others = bool(self._workers.usable(request, tried))
                 if request.times_lost > _RESENT or not (has_others or lost.can_serve):
                     raise RefusedError(_lost(worker)) from None

@@ -81,7 +81,7 @@ def _stored_types(
 ) -> dict[Epoch, tuple[int, int]]:
     """Return for each live worker the state types of a chunk that it has in DRAM, and in any tier.
 
-    As `ChainView.copies` says which copies may be read; a prompt has hundreds of chunks.
+    As `ChainView.copies_in` says which copies may be read; a prompt has hundreds of chunks.
     """
     found: dict[Epoch, tuple[int, int]] = {}
     for state_type, record in records.items():

@@ -17,7 +17,7 @@ from heterocache_cuda.mover import Moves, PageMover
 
 from benchmarks.gpu_check import processes, running, stand_ins
 from benchmarks.gpu_check.__main__ import FAILED, NOTHING_TO_CHECK_ON, PASSED, main
-from benchmarks.gpu_check.order import check_events
+from benchmarks.gpu_check.order import check_events, check_graph
 from benchmarks.gpu_check.running import CHECKS, setting_of
 from benchmarks.gpu_check.setting import SMALL, Setting, Verdict
 from benchmarks.gpu_check.speed import check_bandwidth, check_pinning
@@ -92,6 +92,14 @@ def test_a_missing_wait_is_noticed(setting: Setting, monkeypatch: pytest.MonkeyP
     result = check_events(setting)
     assert result.verdict is Verdict.FAIL
     assert "not so: the save came after the kernel" in result.summary
+
+
+def test_a_replay_that_does_nothing_is_noticed(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert check_graph(setting).verdict is Verdict.PASS
+    monkeypatch.setattr(stand_ins.Graph, "replay", lambda graph: None)
+    assert check_graph(setting).summary == "not so: the graph's products are right"
 
 
 def test_a_cpu_that_waits_is_noticed(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from examples.serving import Server, kv_transfer_config
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.journal import Journal
+from hetero_connector.store.ssd.journal_format import meta_digest
 from hetero_connector.tools.verification import verify_model
 from hetero_connector.units import GIB
 from tests.engine.harness import (
@@ -180,14 +181,19 @@ def test_a_file_system_that_refuses_the_slab(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.slab"))
 
 
+def change_meta(root: Path, key: str, value: str) -> None:
+    """Change a value of the meta table, and its digest: it is of something else, not damaged."""
+    rows(root, f"UPDATE meta SET value='{value}' WHERE key='{key}'")
+    digest = meta_digest(dict(rows(root, "SELECT key, value FROM meta")))
+    rows(root, f"UPDATE meta SET value='{digest}' WHERE key='digest'")
+
+
 def older_format(root: Path) -> None:
-    rows(root, "UPDATE meta SET value='0' WHERE key='format_version'")
-    rows(root, "DELETE FROM meta WHERE key='digest'")
+    change_meta(root, "format_version", "0")
 
 
 def foreign_model(root: Path) -> None:
-    rows(root, f"UPDATE meta SET value='{'ab' * 32}' WHERE key='fingerprint'")
-    rows(root, "DELETE FROM meta WHERE key='digest'")  # which would call the table damaged
+    change_meta(root, "fingerprint", "ab" * 32)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from hetero_connector.artifacts.record import Tier
+from hetero_connector.artifacts.record import ChunkKey, Tier
 from hetero_connector.engine.scheduler import commands as module
 from hetero_connector.engine.scheduler import session_book
 from hetero_connector.engine.scheduler.block_events import EventGroup
@@ -107,6 +107,30 @@ def test_a_cleared_session_leaves_what_others_share_with_it(start: Start) -> Non
     assert stored(engine, other) == 256
     with pytest.raises(CommandError, match="no such session"):
         do(engine, "clear", session="one")
+
+
+def test_a_turn_that_begins_while_its_session_is_cleared_starts_a_session_anew(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine steps between the command's parts. Its own cache is emptied after the store."""
+    engine = start()
+    first = turn("a", session_id="s")
+    engine.run(first)
+    later = FakeRequest("b", [*first.all_token_ids, *tokens(40, 1)], session_id="s")
+    forget, resets = engine.store.forget_session, list[int]()
+
+    def forget_late(session: Hashable, leaves: Sequence[ChunkKey]) -> int:
+        resets.append(engine.tables.resets)
+        engine.admit(later)
+        engine.step(b=8)
+        return forget(session, leaves)
+
+    monkeypatch.setattr(engine.store, "forget_session", forget_late)
+    assert do(engine, "clear", session="s")["pages"]
+    assert (resets, engine.tables.resets) == ([0], 1)
+    with pytest.raises(CommandError, match="a turn of the session is running"):
+        do(engine, "clear", session="s")
+    engine.finish(later)
 
 
 def test_a_cleared_session_is_out_of_the_journal_before_the_answer(

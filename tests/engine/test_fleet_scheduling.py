@@ -95,7 +95,7 @@ def test_evicted_artifacts_are_not_requested_from_their_owner(fleet: Fleet) -> N
 
     def released() -> bool:
         view = MemoryDirectory.lookup(fleet.directory, chain)
-        return not any(view.copies(i, t) for i, types in enumerate(view.chunks) for t in types)
+        return not any(view.copies_in(x) for types in view.chunks for x in types.values())
 
     until(released)
     assert bob.run(FakeRequest("b", PROMPT)) == 0

@@ -206,6 +206,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://host/a.png"}}
         {"messages": EMPTY_TALK},
         {"echo": True},
         {"messages": [{"role": "user", "content": [EMPTY, IMAGE]}]},
+        {"messages": [{"role": "user", "content": [IMAGE | {"type": "text", "text": "a"}]}]},
+        {"messages": [{"role": "user", "content": [{"text": "a"}]}]},
         {"kv_transfer_params": {}},
     ],
 )

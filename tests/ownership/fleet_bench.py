@@ -20,6 +20,7 @@ from ownership.directory import (
     DirectoryLimits,
     Grant,
     Lease,
+    ReadableCopy,
     Worker,
 )
 from ownership.directory.memory import MemoryDirectory
@@ -102,6 +103,12 @@ def lookup(
     thread: DirectoryThread, deadline_s: float, keys: Sequence[ChunkKey]
 ) -> Future[ChainView]:
     return thread.ask(lambda directory, _: directory.lookup(keys), deadline_s)
+
+
+def copies_at(view: ChainView, index: int = 0, state_type: StateType = KV) -> list[ReadableCopy]:
+    """Return the copies of one artifact that may be read, the owner's first."""
+    record = view.chunks[index].get(state_type)
+    return [] if record is None else view.copies_in(record)
 
 
 def claim(directory: Directory, lease: Lease, *what: ArtifactId) -> list[Grant]:

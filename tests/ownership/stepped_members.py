@@ -168,13 +168,13 @@ class SteppedFleet:
         record = view.chunks[index].get(KV)
         if not holders:
             assert record is None or view.status(record.owner) is EpochStatus.ENDED
-            assert record is None or not listings or not view.copies(index, KV)
+            assert record is None or not listings or not view.copies_in(record)
             return
         assert record is not None, "it is here, and not known"
         assert record.owner in holders, "it is owned by one who has it"
         owner = holders.pop(record.owner)
         assert owner.store.tokens[what] == record.token
         assert record.copy.dram_offset == owner.store.here[what].copy.dram_offset  # type: ignore[union-attr]
-        listed = {copy.holder for copy in view.copies(index, KV)[1:]}
+        listed = {copy.holder for copy in view.copies_in(record)[1:]}
         assert listed == holders.keys() or (not listings and listed >= holders.keys())
         assert all(what in m.store.replicas for m in holders.values())

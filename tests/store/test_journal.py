@@ -169,7 +169,7 @@ def test_a_journal_of_something_else_is_refused_and_kept(
 
 def test_another_format_version_is_refused_with_what_to_do(journal: Journal, path: Path) -> None:
     table = META.as_table() | {"format_version": "1"}
-    rows = table | {"digest": module._digest(table)}
+    rows = table | {"digest": module.meta_digest(table)}
     journal._connection.executemany(
         "UPDATE meta SET value = ? WHERE key = ?", [(v, k) for k, v in rows.items()]
     )
@@ -201,7 +201,7 @@ def test_an_impossible_cut_is_damage(path: Path, slabs: object) -> None:
     assert parse_meta(path, table) == META
     whole = json.loads(table["slabs"])
     table["slabs"] = json.dumps(whole | slabs if isinstance(slabs, dict) else slabs)
-    table["digest"] = module._digest(table)
+    table["digest"] = module.meta_digest(table)
     with pytest.raises(CorruptJournalError, match="meta table cannot be read"):
         parse_meta(path, table)
 

@@ -229,11 +229,6 @@ def test_an_error_of_the_disk_is_no_damage(code: int, is_damage: bool) -> None:
     assert isinstance(caught.value, CorruptJournalError) == is_damage
 
 
-def test_a_journal_of_an_earlier_release_has_no_digest_and_is_used(root: Path) -> None:
-    _run(journal_of(root), "DELETE FROM meta WHERE key = 'digest'")
-    assert serve(root) == 2 * len(CHUNKS)
-
-
 def _run(path: Path, statement: str) -> None:
     connection = sqlite3.connect(path)
     connection.execute(statement)

@@ -4,6 +4,7 @@ import fcntl
 import gc
 import logging
 import sqlite3
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.ssd import journal_rows
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.journal import Journal
+from hetero_connector.store.ssd.journal_format import JournalRow
 from hetero_connector.store.ssd.private_files import create_private
 from hetero_connector.transfer.base import Direction, Extent
 from hetero_connector.transfer.pread_files import PreadFiles
@@ -661,6 +663,31 @@ def test_a_session_is_forgotten_for_good_when_the_wait_for_it_ends(
     assert store.forget_session("s", [CHUNKS[5].key]) == 6
     assert store.wait_forgotten(60)
     assert journal_rows_of(store) == 0
+    store.close()
+
+
+def test_a_session_whose_rows_are_being_written_is_not_forgotten_before_they_are(
+    bench: Bench,
+) -> None:
+    entered, go_on, record = threading.Event(), threading.Event(), Journal.record
+
+    def late(journal: Journal, rows: Sequence[JournalRow]) -> None:
+        entered.set()
+        assert go_on.wait(60)
+        record(journal, rows)
+
+    store = bench.open()
+    with patch.object(Journal, "record", late):
+        put(store, CHUNKS)
+        flushing = threading.Thread(target=store.flush, args=(60,))
+        flushing.start()
+        assert entered.wait(60)
+        assert store.forget_session("s", [CHUNKS[5].key]) == 6
+        assert not store.wait_forgotten(0.05)
+        go_on.set()
+        assert store.wait_forgotten(60)
+    assert journal_rows_of(store) == 0
+    flushing.join()
     store.close()
 
 

@@ -32,7 +32,7 @@ from hetero_connector.planner.profile import CopyEngines, CostProfile, ProfileSu
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.ssd.directory import SsdDirectory, ssd_geometry
 from hetero_connector.store.ssd.journal import Journal
-from hetero_connector.store.ssd.journal_format import JournalRow, _digest
+from hetero_connector.store.ssd.journal_format import JournalRow, meta_digest
 from hetero_connector.tools import cli, doctor
 from hetero_connector.tools.doctor import Status
 from hetero_connector.transfer.checksum import checksum
@@ -183,7 +183,7 @@ def test_an_older_format_is_reported(model: Path, run: Run, command: str) -> Non
     journal = Journal.open_existing(model / "journal.sqlite")
     journal._connection.execute("UPDATE meta SET value='0' WHERE key='format_version'")
     table = dict(journal._connection.execute("SELECT key, value FROM meta"))
-    journal._connection.execute("UPDATE meta SET value=? WHERE key='digest'", [_digest(table)])
+    journal._connection.execute("UPDATE meta SET value=? WHERE key='digest'", [meta_digest(table)])
     journal.close()
     code, _, err = run(command, model)
     assert code == 2

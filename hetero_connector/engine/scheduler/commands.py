@@ -314,15 +314,21 @@ class Commands:
         )
 
     def _clear_session(self, session: str, salt: str | None) -> Result:
-        def begin() -> tuple[Hashable, SessionRecord, bool]:
-            """No turn begins or ends meanwhile."""
+        def begin() -> tuple[Hashable, SessionRecord]:
+            """No turn begins or ends meanwhile. A later one is of a session of its own."""
             known, record = self._find_session(session, salt)
             if record.ended is None:
                 raise CommandError("a turn of the session is running: clear it afterwards")
-            return known, record, self._engine.reset_pages()
+            self._book.forget(known)
+            return known, record
 
-        known, record, pages = self.steps.call(begin, _STEP_S)
-        chunks = self._forget(known, record.leaves)
+        known, record = self.steps.call(begin, _STEP_S)
+        chunks = self._store.forget_session(known, record.leaves)
+        pages = False
+        try:  # after the store has forgotten: a turn would restore what it has
+            pages = self.steps.call(self._engine.reset_pages, _STEP_S)
+        except CommandError:
+            self.steps.leave(self._engine.reset_pages)
         problem = None
         if not self._store.wait_forgotten(_JOURNAL_S):
             problem = f"the journal of {self._store.folder} could not be changed: see the log"

@@ -192,7 +192,7 @@ class Predictions:
         """Record what a restore saved. Losses have sums of their own, so that no sum falls."""
         observed_s = predicted_s - late_s
         for kind, seconds in (
-            ("predicted", predicted_s),
+            ("predicted", max(0.0, predicted_s)),
             ("observed", max(0.0, observed_s)),
             ("lost", max(0.0, -observed_s)),
         ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -9,6 +10,8 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from hetero_connector.errors import CommandError
+
+logger = logging.getLogger("vllm.heterocache")
 
 _Result = TypeVar("_Result")
 NOT_DONE = "not carried out: "
@@ -22,7 +25,7 @@ class StepCalls:
         """`request_step` lets an idle engine step. It raises CommandError if it must not."""
         self._request_step = request_step
         self._calls = deque[tuple[Future[Any], Callable[[], Any]]]()
-        self._left = deque[tuple[Future[Any], Callable[[], Any]]]()
+        self._left = deque[Callable[[], object]]()
         """Run by the next step, whenever that is: the engine is not asked for it."""
         self._is_closed = False
 
@@ -62,18 +65,22 @@ class StepCalls:
 
     def leave(self, function: Callable[[], object]) -> None:
         """Have the next step run `function`. Nothing waits for it."""
-        self._left.append((Future(), function))
+        self._left.append(function)
 
     def run(self) -> None:
         """Run the calls that wait. Belongs to the scheduler's thread."""
-        for calls in (self._left, self._calls):
-            while calls:
-                future, function = calls.popleft()
-                if future.set_running_or_notify_cancel():
-                    try:
-                        future.set_result(function())
-                    except Exception as error:  # its caller's to handle
-                        future.set_exception(error)
+        while self._left:
+            try:
+                self._left.popleft()()
+            except Exception:
+                logger.exception("a command could not be carried out to its end")
+        while self._calls:
+            future, function = self._calls.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except Exception as error:  # its caller's to handle
+                    future.set_exception(error)
 
     def close(self) -> None:
         """Refuse the calls that wait, and all later ones."""

@@ -132,7 +132,7 @@ def unsupported_reason(geometry: WorkerGeometry, config: VllmConfig) -> str | No
         return (
             f"its recurrent state can be resumed every {model.alignment:,} tokens only, and a "
             f"request has at most {max_tokens:,}: switch vLLM's prefix cache on "
-            "(--enable-prefix-caching)"
+            "(--enable-prefix-caching), or raise --max-model-len"
         )
     return None
 

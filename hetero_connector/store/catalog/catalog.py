@@ -539,8 +539,12 @@ class Catalog:
 
     @_locked
     def wait_rows_gone(self, deadline_s: float) -> bool:
-        """Wait until the journal lists nothing that was forgotten; False if it still does then."""
-        return self._lock.wait_for(lambda: not self.has_rows_to_forget, timeout=deadline_s)
+        """Wait until no row of what was forgotten is in the journal or to come; False if not."""
+
+        def are_gone() -> bool:
+            return not (self.has_rows_to_forget or self.writes.lists_forgotten)
+
+        return self._lock.wait_for(are_gone, timeout=deadline_s)
 
     @_locked
     def take_rows_to_forget(self) -> RowsToForget:

@@ -76,6 +76,8 @@ class Writes:
         self._recorder = recorder
         self._clock = clock
         self._sums = sums
+        self._begun = set[Artifact]()
+        """Artifacts whose write has begun and not ended, whether it was given up or not."""
         self._unsummed = ArtifactQueue[Pending]()
         """Sealed artifacts without a checksum; what is written gets one before."""
         self._queue = ArtifactQueue[Pending]()
@@ -103,6 +105,11 @@ class Writes:
         """Return whether everything sealed is written that will be."""
         is_busy = self._queue or self.num_writing or self.claims or self.is_resuming
         return self.is_writable and not is_busy
+
+    @property
+    def lists_forgotten(self) -> bool:
+        """Return whether a write that has begun may yet list an artifact that was forgotten."""
+        return any(artifact.forgotten for artifact in self._begun)
 
     @property
     def next_due_s(self) -> float:
@@ -215,6 +222,7 @@ class Writes:
             ssd.begin_transfer(write.target)
             self._tiers.dram.begin_transfer(write.source)
             placed.add(write.artifact)
+            self._begun.add(write.artifact)
             writes.append(write)
         return writes
 
@@ -249,6 +257,7 @@ class Writes:
             self._put_back([write.artifact for write in writes])
         for write in writes:
             artifact = write.artifact
+            self._begun.discard(artifact)
             tiers.ssd.end_transfer(write.target)
             if not is_stored or artifact.forgotten:
                 tiers.free_ssd(artifact.id, write.target)  # a commit that failed may have its row

@@ -101,7 +101,7 @@ class JournalMeta:
             "description": json.dumps(dict(self.description), sort_keys=True, default=str),
             "created": str(self.created),
         }
-        return table | {_DIGEST: _digest(table)}
+        return table | {_DIGEST: meta_digest(table)}
 
     @classmethod
     def from_table(cls, table: Mapping[str, str]) -> JournalMeta:
@@ -122,7 +122,7 @@ class JournalMeta:
 _UNREADABLE = (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
-def _digest(table: Mapping[str, str]) -> str:
+def meta_digest(table: Mapping[str, str]) -> str:
     """Return the digest that tells a damaged meta table from one of another model or version.
 
     Every format version has it over these rows, so that it can be checked before the version.
@@ -139,7 +139,7 @@ def parse_meta(path: Path, table: Mapping[str, str]) -> JournalMeta:
     version = table.get("format_version")
     if version is None:
         raise CorruptJournalError(path, "it names no format version")
-    if table.get(_DIGEST) != _digest(table):
+    if table.get(_DIGEST) != meta_digest(table):
         raise CorruptJournalError(path, "its meta table does not match its digest")
     if version != str(FORMAT_VERSION):
         raise FormatError(

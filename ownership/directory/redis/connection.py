@@ -182,7 +182,7 @@ class RedisConnection:
 
 
 class ServerFullError(DirectoryUnavailableError):
-    """The server's memory is full. It answers, and runs the scripts that do not add to it."""
+    """The server's memory is full, so it refused a script that adds to it, or a transaction."""
 
 
 class ScriptError(DirectoryError):

@@ -57,8 +57,10 @@ class RedisDirectory:
 
     Every method except `close` is a Lua script, so it happens as a whole or not at all. Many
     claims are divided among several runs. If Redis does not answer, a call raises
-    DirectoryUnavailableError within the deadline, and at once during the pause after a failure. If
-    its memory is full, new claims are answered `FULL`, and everything else works.
+    DirectoryUnavailableError within the deadline, and at once during the pause after a failure.
+
+    If its memory is full, every claim and replica is answered `FULL`, `add_chain_user` raises
+    DirectoryUnavailableError, and everything else works. `sweep` then keeps no orphans.
     """
 
     def __init__(
@@ -77,6 +79,8 @@ class RedisDirectory:
         self._limits = limits or DirectoryLimits()
         self._server_time = server_time
         self._has_warned = False
+        self._is_server_full = False
+        """True if the last claims or replicas found the server's memory full."""
         self.num_bad_records = 0
         """Records that could not be decoded."""
 
@@ -192,8 +196,8 @@ class RedisDirectory:
         return FleetGeneration(of(number), {_text(name): of(n) for name, n in adopted})
 
     def sweep(self, limit: int) -> int:
-        limits = self._limits
-        return int(self._run("sweep", limit, limits.orphan_ttl_s, limits.max_artifacts))
+        most = 0 if self._is_server_full else self._limits.max_artifacts
+        return int(self._run("sweep", limit, self._limits.orphan_ttl_s, most))
 
     def close(self) -> None:
         """Close the connections."""
@@ -202,11 +206,16 @@ class RedisDirectory:
     def _grants(
         self, epoch: Epoch, script: str, calls: Sequence[Sequence[Argument]], count: int
     ) -> list[Grant]:
-        """A server whose memory is full is a full directory."""
+        """A server whose memory is full is a full directory.
+
+        All of several calls are `FULL` then. Some may have been granted: if repeated, they say so.
+        """
         try:
             replies = self._run_each_as(epoch, script, calls)
         except ServerFullError:
+            self._is_server_full = True
             return [_FULL] * count
+        self._is_server_full = False
         return [grant for reply in replies for grant in encoding.grants(reply)]
 
     def _on_bad_record(self, error: RecordError) -> None:

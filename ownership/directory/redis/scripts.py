@@ -21,10 +21,11 @@ _KEYS = re.compile(r"^-- KEYS: (.+)$", re.MULTILINE)
 _USES = re.compile(r"^-- USES: (.+)$", re.MULTILINE)
 _CHUNKS_PER_RUN = 64
 _ALLOW_OOM = "#!lua flags=allow-oom"
-"""Lets a script write when the server's memory is full. Every script writes the directory's time,
-so without it none would run, not even those that free memory."""
-_GROWING = frozenset({"add_chain_user", "claim_owner", "register", "replicate_readonly"})
-"""Scripts that a server refuses when its memory is full."""
+"""Lets a script write when the server's memory is full. The server refuses all others then, also
+those that free memory, or write only the directory's time."""
+_GROWING = frozenset({"add_chain_user", "claim_owner", "replicate_readonly"})
+"""Scripts that a server refuses when its memory is full. What the others add is bounded,
+as by `max_workers`."""
 SERVER_TIME = (files("ownership.directory.redis") / "lua" / "lib" / "server_time.lua").read_text()
 """Lua that reads the directory's clock from the Redis server. Tests pass their own."""
 

@@ -21,6 +21,11 @@ from ownership.router.identity.translations import (
 Body = Mapping[str, Any]
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 """Types of a message's parts that are texts."""
+_MEDIA_KEYS = frozenset(
+    {"input_image", "image_url", "image_embeds", "image_pil", "input_audio", "audio_url"}
+    | {"audio_embeds", "video_url", "video_embeds", "prompt_embeds"}
+)
+"""Keys with which a message's part is one of media, whatever its type."""
 _PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
@@ -177,8 +182,13 @@ def _forwarded(body: Body) -> Any:
 def _has_media(message: Mapping[str, Any]) -> bool:
     content = message.get("content")
     parts = content if isinstance(content, list) else []
-    texts = (*TEXT_PARTS, "tool_reference")
-    return any(isinstance(x, Mapping) and x.get("type") not in texts for x in parts)
+    return any(isinstance(x, Mapping) and _is_media(x) for x in parts)
+
+
+def _is_media(part: Mapping[str, Any]) -> bool:
+    """Return True where vLLM's `has_non_text_content` does."""
+    is_text = part.get("type", "text") in (*TEXT_PARTS, "tool_reference")
+    return not is_text or not part.keys().isdisjoint(_MEDIA_KEYS)
 
 
 def _set(kwargs: Mapping[str, Any]) -> dict[str, Any]:

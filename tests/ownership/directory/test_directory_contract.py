@@ -30,6 +30,7 @@ from tests.ownership.fleet_bench import (
     chain,
     claim,
     claim_of,
+    copies_at,
     copy_of,
     join,
 )
@@ -335,8 +336,8 @@ class TestOwnership:
         found = {i: chunk[KV] for i, chunk in enumerate(view.chunks) if chunk}
         assert {i: h.copy for i, h in found.items()} == wanted
         assert [h.token for h in found.values()] == tokens
-        assert view.copies(7, KV) == [(ann.epoch, tokens[1], wanted[7])]
-        assert view.copies(7, WINDOW) == view.copies(8, KV) == []
+        assert copies_at(view, 7) == [(ann.epoch, tokens[1], wanted[7])]
+        assert copies_at(view, 7, WINDOW) == copies_at(view, 8) == []
         assert view.workers[ann.epoch] == ("ann", "", EpochStatus.LIVE)
 
     def test_an_empty_lookup(self, directory: Directory) -> None:
@@ -354,7 +355,7 @@ class TestOwnership:
         [grant] = claim(directory, ann, A)
         directory.release(ann.epoch, {A: grant.token})
         directory.release(ann.epoch, {A: grant.token, B: grant.token})
-        assert directory.lookup([A.chunk]).copies(0, KV) == []
+        assert copies_at(directory.lookup([A.chunk])) == []
         [later] = claim(directory, bob, A)
         assert later == owned(bob, later.token)
         assert later.token > grant.token
@@ -385,24 +386,23 @@ class TestOwnership:
             directory.end_lease(ann.epoch)
         else:
             bench.advance(LEASE_S + 0.1)
-        assert directory.lookup([A.chunk]).copies(0, KV) == []
+        assert copies_at(directory.lookup([A.chunk])) == []
         bob = join(directory, "bob")
         [taken] = directory.claim_owner(bob.epoch, [claim_of(A, 0)])
         assert taken == owned(bob, taken.token)
         assert taken.token > grant.token
-        assert directory.lookup([A.chunk]).copies(0, KV) == [
-            (bob.epoch, taken.token, copy_of(A, 0))
-        ]
+        assert copies_at(directory.lookup([A.chunk])) == [(bob.epoch, taken.token, copy_of(A, 0))]
 
     def test_a_dead_owners_shared_ssd_can_be_adopted(
         self, directory: Directory, bench: DirectoryBench
     ) -> None:
         ann = join(directory, "ann", storage="nfs:/kv/ann")
         directory.claim_owner(ann.epoch, [claim_of(A, on_ssd=True), claim_of(B)])
-        assert directory.lookup([A.chunk]).adoptable(0, KV) == ""
+        view = directory.lookup([A.chunk])
+        assert view.adoptable_in(view.chunks[0][KV]) == ""
         bench.advance(LEASE_S + 0.1)
-        view = directory.lookup([A.chunk, B.chunk, chain("none", 1)[0]])
-        assert [view.adoptable(i, KV) for i in range(3)] == ["nfs:/kv/ann", "", ""]
+        view = directory.lookup([A.chunk, B.chunk])
+        assert [view.adoptable_in(x[KV]) for x in view.chunks] == ["nfs:/kv/ann", ""]
 
     @pytest.mark.parametrize(
         "copy",
@@ -492,13 +492,13 @@ class TestReplicas:
         [grant] = claim(directory, ann, A)
         [listed] = directory.replicate_readonly(bob.epoch, [claim_of(A, 512)], 5.0)
         assert listed == Grant(GrantOutcome.REPLICA, ann.epoch, grant.token)
-        copies = directory.lookup([A.chunk]).copies(0, KV)
+        copies = copies_at(directory.lookup([A.chunk]))
         assert copies == [
             (ann.epoch, grant.token, copy_of(A)),
             (bob.epoch, grant.token, copy_of(A, 512)),
         ]
         bench.advance(5.1)
-        assert directory.lookup([A.chunk]).copies(0, KV) == copies[:1]
+        assert copies_at(directory.lookup([A.chunk])) == copies[:1]
 
     def test_a_replica_listed_again_is_refreshed_and_listed_once(
         self, directory: Directory, bench: DirectoryBench, ann: Lease, bob: Lease
@@ -507,7 +507,7 @@ class TestReplicas:
         for _ in range(3):
             replicate(directory, bob, A)
             bench.advance(2.0)
-        holders = [c.holder for c in directory.lookup([A.chunk]).copies(0, KV)]
+        holders = [c.holder for c in copies_at(directory.lookup([A.chunk]))]
         assert holders == [ann.epoch, bob.epoch]
 
     def test_no_replica_without_a_record_or_of_ones_own_artifact(
@@ -515,7 +515,7 @@ class TestReplicas:
     ) -> None:
         claim(directory, ann, A)
         assert replicate(directory, ann, A, B) == [GrantOutcome.OWNED, GrantOutcome.ABSENT]
-        assert len(directory.lookup([A.chunk]).copies(0, KV)) == 1
+        assert len(copies_at(directory.lookup([A.chunk]))) == 1
         assert owner_of(directory, B) == NO_EPOCH
 
     def test_the_number_of_replicas_is_bounded(
@@ -535,9 +535,9 @@ class TestReplicas:
         claim(directory, ann, A)
         replicate(directory, bob, A)
         directory.release(ann.epoch, {A: NO_TOKEN})
-        assert len(directory.lookup([A.chunk]).copies(0, KV)) == 2
+        assert len(copies_at(directory.lookup([A.chunk]))) == 2
         directory.release(bob.epoch, {A: NO_TOKEN})
-        assert len(directory.lookup([A.chunk]).copies(0, KV)) == 1
+        assert len(copies_at(directory.lookup([A.chunk]))) == 1
 
     def test_a_replicas_holder_is_not_the_owner_while_the_owner_lives(
         self, directory: Directory, ann: Lease, bob: Lease
@@ -563,7 +563,7 @@ class TestReplicas:
         assert taken.token > grant.token
         assert claim(directory, bob, A) == [taken]
         assert claim(directory, cid, A) == [Grant(GrantOutcome.FOREIGN, bob.epoch, taken.token)]
-        assert directory.lookup([A.chunk]).copies(0, KV) == [
+        assert copies_at(directory.lookup([A.chunk])) == [
             (bob.epoch, taken.token, copy_of(A)),
             (cid.epoch, taken.token, copy_of(A, 512)),
         ]
@@ -575,7 +575,7 @@ class TestReplicas:
         replicate(directory, bob, A)
         directory.end_lease(ann.epoch)
         [taken] = claim(directory, bob, A)
-        assert directory.lookup([A.chunk]).copies(0, KV) == [(bob.epoch, taken.token, copy_of(A))]
+        assert copies_at(directory.lookup([A.chunk])) == [(bob.epoch, taken.token, copy_of(A))]
 
     def test_a_dead_workers_replica_is_not_read(
         self, directory: Directory, ann: Lease, bob: Lease
@@ -583,7 +583,7 @@ class TestReplicas:
         claim(directory, ann, A)
         replicate(directory, bob, A)
         directory.end_lease(bob.epoch)
-        assert [c.holder for c in directory.lookup([A.chunk]).copies(0, KV)] == [ann.epoch]
+        assert [c.holder for c in copies_at(directory.lookup([A.chunk]))] == [ann.epoch]
 
     @pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("nan"), float("inf")])
     def test_a_ttl_of_no_length_is_refused(

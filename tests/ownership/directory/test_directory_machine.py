@@ -33,12 +33,12 @@ from ownership.member.fencing import Fence
 from ownership.member.held_lease import HeldLease
 from tests.ownership.fleet_bench import (
     BENCHES,
-    KV,
     LEASE_S,
     LIMITS,
     DirectoryBench,
     artifact,
     claim_of,
+    copies_at,
 )
 
 pytestmark = pytest.mark.long
@@ -264,7 +264,7 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99), index=st.integers(0, 1))
     def reader_uses_an_answer(self, which: int, index: int) -> None:
         asked_s, view = self.answers[which % len(self.answers)]
-        for holder, token, copy in view.copies(index, KV):
+        for holder, token, copy in copies_at(view, index):
             assert copy == claim_of(ARTIFACTS[index]).copy
             if self.fence.admit(ARTIFACTS[index], holder, token, asked_s):
                 assert token >= self.used.get(ARTIFACTS[index], NO_TOKEN)

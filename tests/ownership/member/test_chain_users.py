@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from hetero_connector.artifacts.record import ChunkKey
+from hetero_connector.errors import DirectoryUnavailableError
 from ownership.directory import Worker
 from ownership.directory.memory import MemoryDirectory
 from tests.ownership.fleet_bench import chain
@@ -61,6 +62,19 @@ def test_the_end_of_the_last_user_is_reported_to_the_store_at_once(
     until(lambda: readers(directory, A) == [1])
     ann.store.readers = {"s": ()}
     until(lambda: ann.store.elsewhere == {A: False})
+
+
+def test_users_that_have_left_are_reported_to_a_directory_that_takes_no_new_ones(
+    directory: BreakableDirectory, ann: RunningWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise DirectoryUnavailableError("its memory is full")
+
+    ann.store.readers = {"s": (A,)}
+    until(lambda: readers(directory, A) == [1])
+    monkeypatch.setattr(directory, "add_chain_user", refuse)
+    ann.store.readers = {"t": tuple(chain("more than one call", 300)), "s": ()}
+    until(lambda: readers(directory, A) == [0])
 
 
 def test_this_engines_own_use_does_not_count_as_anothers(

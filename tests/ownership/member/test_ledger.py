@@ -13,8 +13,8 @@ from ownership.directory import (
     Worker,
 )
 from ownership.directory.identifiers import NO_EPOCH, NO_TOKEN, Epoch
+from tests.ownership.fleet_bench import copies_at
 from tests.ownership.member.ledgers import (
-    KV,
     BreakableDirectory,
     RunningWorker,
     change,
@@ -253,7 +253,7 @@ def test_serving_ends_before_the_lease_and_everything_is_claimed_again(
         directory.gone = True
         until(lambda: ann.store.epochs[-1] == NO_EPOCH)
         states = directory.lookup([change(1).id.chunk])
-        assert states.copies(0, KV), "it stopped while nobody could have taken over"
+        assert copies_at(states), "it stopped while nobody could have taken over"
         until(lambda: not directory.workers())
         directory.gone = False
         until(lambda: ann.store.tokens[change(1).id] > first)

@@ -169,6 +169,16 @@ def test_a_decoder_that_dies_during_the_prefill_is_replaced(
     assert worker_of(answers[0]) == known.names[3 - decoder]
 
 
+def test_a_request_that_has_lost_its_decoder_is_computed_where_it_is_decoded(
+    apart: tuple[StubFleet, KnownFleet],
+) -> None:
+    """Handed off again it could end its prefiller, and then the decoder: three workers."""
+    fleet, known = apart
+    body = {"prompt": PROMPT, "stub": {"fault": "lose"}}
+    assert known.router.client.post("/v1/completions", json=body).status_code == 502
+    assert [seen(url)["seen"]["/v1/completions"] for url in fleet.urls] == [1, 1, 1]
+
+
 def test_a_worker_that_fails_while_the_directory_is_asked_gets_no_request(
     apart: tuple[StubFleet, KnownFleet], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -189,16 +189,18 @@ def test_media_in_a_body_whose_tokens_are_not_known_are_no_text(known: KnownFlee
     image = "A" * 1_000_000
     url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
     source = {"type": "base64", "media_type": "image/png", "data": image}
+    audio = {"type": "input_audio", "input_audio": {"data": f"data:audio/wav;base64,{image}"}}
     text = {"type": "text", "text": "x" * 4_000}
     for path, part in (
         ("chat/completions", url),
+        ("chat/completions", audio),
         ("messages", {"type": "image", "source": source}),
     ):
         for separators in ((",", ":"), (", ", ": ")):
             body = {"messages": [{"role": "user", "content": [part, text, part]}]}
             content = json.dumps(body, separators=separators)
             assert known.router.client.post(f"/v1/{path}", content=content).status_code == 200
-    wait_until(lambda: len(known.decisions()) == 4)
+    wait_until(lambda: len(known.decisions()) == 6)
     assert all(1_000 <= line["prompt_tokens"] < 1_200 for line in known.decisions())
 
 

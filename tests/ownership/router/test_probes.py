@@ -82,17 +82,22 @@ def test_workers_that_compress_their_answers_are_understood() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "serves"),
-    [({}, True), ({"worker_api_key": "wrong"}, False), ({"api_keys": frozenset({b"x"})}, False)],
+    ("keys", "guarded", "serves"),
+    [
+        ({}, "/v1", True),
+        ({}, "/", False),
+        ({"worker_api_key": "wrong"}, "/v1", False),
+        ({"api_keys": frozenset({b"x"})}, "/v1", False),
+    ],
 )
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_worker_that_checks_the_clients_keys_serves_with_models_unknown(
-    keys: dict[str, Any], serves: bool, status: int
+    keys: dict[str, Any], guarded: str, serves: bool, status: int
 ) -> None:
     """With a key of the router's own a refusal means that requests are refused, too."""
 
     async def answer(asked: web.Request) -> web.Response:
-        return web.json_response({}, status=status if asked.path.startswith("/v1") else 200)
+        return web.json_response({}, status=status if asked.path.startswith(guarded) else 200)
 
     async def run() -> None:
         app = web.Application()

@@ -283,24 +283,40 @@ class TestServerTroubles:
         copies = [claim_of(artifact("orphans"))]
         [listed] = directory.replicate_readonly(ann.epoch, copies, 60.0)
         assert listed.outcome is GrantOutcome.FULL
-        with pytest.raises(DirectoryUnavailableError):
-            join(directory, "new")
+        new = join(directory, "new", lease_s=600.0)
         with pytest.raises(DirectoryUnavailableError):
             directory.add_chain_user(ann.epoch, "s", chain("a", 1))
         # None of these waits for a pause of the circuit breaker.
         directory.renew_lease(ann.epoch)
-        assert directory.workers().keys() == {ann.epoch, gone.epoch}
+        assert directory.workers().keys() == {ann.epoch, gone.epoch, new.epoch}
         assert directory.remove_chain_user(ann.epoch, "s", chain("a", 1)) == chain("a", 1)
         assert directory.report_generation(ann.epoch, 0, 0) == 0
         assert directory.lookup(chain("a", 1)).chunks[0][KV].token == kept.token
         directory.release(ann.epoch, {artifact(): kept.token})
         assert directory.lookup(chain("a", 1)).chunks[0] == {}
         directory.end_lease(gone.epoch)
-        sweeper = RedisDirectory(server.url, DirectoryLimits(orphan_ttl_s=0.0), DEADLINE_S)
-        assert sweeper.sweep(1_000) == len(orphans)
-        sweeper.close()
+        assert directory.sweep(1_000) == len(orphans)
         client.config_set("maxmemory", 0)
         assert claim(directory, ann, artifact())[0].outcome is GrantOutcome.OWNED
+        client.close()
+
+    def test_a_full_server_lets_a_fleet_whose_leases_have_all_ended_join_and_forgets_its_records(
+        self, server: EmbeddedRedis, directory: RedisDirectory
+    ) -> None:
+        orphans = [claim_of(artifact("orphans", index)) for index in range(3)]
+        before = join(directory, "ann", lease_s=600.0)
+        directory.claim_owner(before.epoch, orphans)
+        directory.end_lease(before.epoch)
+        client = redis.Redis.from_url(server.url)
+        client.config_set("maxmemory", 1)
+        after = join(directory, "ann", lease_s=600.0)
+        assert directory.sweep(1_000) == 0, "it does not know yet"
+        assert claim(directory, after, artifact())[0].outcome is GrantOutcome.FULL
+        assert directory.sweep(1_000) == len(orphans)
+        client.config_set("maxmemory", 0)
+        assert {g.outcome for g in directory.claim_owner(after.epoch, orphans)} == OWNED
+        directory.end_lease(after.epoch)
+        assert directory.sweep(1_000) == 0, "orphans are kept for a successor again"
         client.close()
 
     def test_a_full_server_that_refuses_transactions_is_looked_up_without_one(

@@ -17,7 +17,16 @@ from hetero_connector.spec.state_types import StateType
 from ownership.directory import EpochStatus, GrantOutcome, Lease
 from ownership.directory.redis import RedisDirectory, encoding
 from ownership.directory.redis.scripts import fleet_key
-from tests.ownership.fleet_bench import KV, artifact, chain, claim, claim_of, copy_of, join
+from tests.ownership.fleet_bench import (
+    KV,
+    artifact,
+    chain,
+    claim,
+    claim_of,
+    copies_at,
+    copy_of,
+    join,
+)
 from tests.ownership.redis_bench import new_fleet, shared_server
 
 CHAIN = chain("hostile", 4)
@@ -92,7 +101,7 @@ def test_any_value_for_a_chunk_counts_as_absent_and_a_claim_repairs_it(
     view = hostile.directory.lookup(CHAIN)
     for at in range(len(CHAIN)):
         assert all(isinstance(kind, StateType) for kind in view.chunks[at])
-        view.copies(at, KV)
+        copies_at(view, at)
     hostile.directory.sweep(1_000)
     claims = [claim_of(artifact("hostile", at)) for at in range(len(CHAIN))]
     grants = hostile.directory.claim_owner(hostile.lease.epoch, claims)
@@ -143,7 +152,7 @@ def test_an_unreadable_epoch_has_ended(hostile: Hostile) -> None:
     hostile.write("epochs", b"%d" % bob.epoch, b"\xc1")
     view = hostile.directory.lookup([what.chunk])
     assert view.status(bob.epoch) is EpochStatus.ENDED
-    assert view.copies(0, KV) == []
+    assert copies_at(view) == []
     with pytest.raises(StaleEpochError):  # so its worker registers again
         hostile.directory.renew_lease(bob.epoch)
     hostile.client.hdel(fleet_key(hostile.fleet, "epochs"), b"%d" % bob.epoch)
