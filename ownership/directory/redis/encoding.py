@@ -85,10 +85,11 @@ def grants(reply: Sequence[int]) -> list[Grant]:
 def worker_state(packed: bytes, now_s: float) -> WorkerState:
     """Decode an epoch of `lookup.lua`'s reply. Raises RecordError."""
     try:
-        name, storage, _, deadline_s, retired = _array(packed, 5)
-        ended = deadline_s <= now_s
+        name, storage, lease_s, deadline_s, retired = _array(packed, 5)
         status = EpochStatus.RETIRED if retired else EpochStatus.LIVE
-        return WorkerState(name.decode(), storage.decode(), EpochStatus.ENDED if ended else status)
+        if not now_s < deadline_s <= now_s + lease_s + 1:  # as `status_of` in lua/lib/epochs.lua
+            status = EpochStatus.ENDED
+        return WorkerState(name.decode(errors="replace"), storage.decode(errors="replace"), status)
     except (AttributeError, TypeError, ValueError) as error:
         raise RecordError(f"not an epoch: {packed!r:.80}: {error}") from error
 
@@ -131,6 +132,8 @@ def _copy(packed: object) -> Copy:
 def _replica(packed: Sequence[Any]) -> Replica:
     holder, copy, expires_s = packed
     _check_whole(holder)
+    if type(expires_s) not in (int, float):
+        raise ValueError(f"not a time: {expires_s!r:.80}")
     return Replica(holder, _copy(copy), float(expires_s))
 
 

@@ -14,7 +14,7 @@ NOW_S = 100.0
 
 
 def epoch(name: str, deadline_s: float, *, retired: bool = False) -> bytes:
-    return pack([name, "disk", "peer", deadline_s, retired])
+    return pack([name, "disk", 10.0, deadline_s, retired])
 
 
 def test_workers_are_live_retired_or_ended() -> None:
@@ -28,7 +28,8 @@ def test_workers_are_live_retired_or_ended() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [b"", b"\xc1", pack(["a"]), pack([1, "disk", "", 101.0, False]), pack(["a", 5, "", 1])]
+    "value",
+    [b"", b"\xc1", pack(["a"]), pack([1, "disk", 10.0, 101.0, False]), pack(["a", 5, "", 1])],
 )
 def test_what_is_no_epoch_counts_as_ended(value: bytes) -> None:
     states = WorkerStates([b"1", value, b"x", epoch("b", 101.0), b"2", epoch("c", 101.0)], NOW_S)

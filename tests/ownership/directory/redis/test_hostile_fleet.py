@@ -8,7 +8,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.ownership.fleet_bench import LEASE_S
@@ -106,6 +106,10 @@ def restore_kinds(fleet: SteppedFleet) -> None:
 
 
 @settings(max_examples=25, deadline=None)
+@example(3794104665)  # a record of a state type that does not exist, whose owner has ended
+@example(4093524416)  # the same, and another worker has a replica of that chunk
+@example(298566280)  # the name of a live epoch is not UTF-8
+@example(914691435)  # the deadline of an ended epoch is farther off than a lease
 @given(st.integers(0, 2**32))
 def test_a_fleet_survives_foreign_values_in_its_keys(number: int) -> None:
     seed = random.Random(number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import msgpack
 import pytest
@@ -129,6 +129,8 @@ def test_any_value_for_a_chunk_counts_as_absent_and_a_claim_repairs_it(
         record_of(0, 5, 6, struct.pack("<Q16sqQ?", 9, bytes(16), -2, 0, False)),
         record_of(0, 5, 6, COPY, [1, COPY]),
         record_of(0, 5, 6, COPY, 7),
+        record_of(0, 5, 6, COPY, [1, COPY, True]),
+        record_of(0, 5, 6, COPY, [1, COPY, b"12"]),
         b"\xdd\xff\xff\xff\xff",  # an array of four billion
         b"\xc6\xff\xff\xff\xff",  # four billion bytes
         b"\x91" * 2_000,
@@ -145,6 +147,34 @@ def test_a_bad_entry_is_a_counted_miss(hostile: Hostile, entry: bytes) -> None:
         encoding.chunk_records(entry)
 
 
+@pytest.mark.parametrize(
+    ("others", "replicas"),
+    [
+        ([[len(StateType), 5, 6, COPY]], []),
+        ([[1, 5, 6, COPY + b"x"]], []),
+        ([], [[7, b"", 1e9]]),
+    ],
+)
+def test_a_record_that_no_worker_can_read_hides_no_claim(
+    hostile: Hostile, others: list[object], replicas: list[object]
+) -> None:
+    what, epoch = artifact("hostile"), hostile.lease.epoch
+    own = [0, epoch, 6, encoding.pack_copy(copy_of(what)), *replicas]
+    hostile.client.hdel(fleet_key(hostile.fleet, "chunks"), *CHAIN[1:])
+    hostile.write("chunks", CHAIN[0], CHAIN[0])
+    hostile.write("runs", CHAIN[0], run_of(msgpack.packb([*others, own], use_bin_type=False)))
+    assert hostile.directory.lookup(CHAIN).chunks[0] == {}
+    assert claim(hostile.directory, hostile.lease, what)[0].outcome is GrantOutcome.OWNED
+    assert hostile.directory.lookup(CHAIN).chunks[0][KV].owner == epoch
+
+
+@pytest.mark.parametrize("kind", StateType)
+def test_the_scripts_know_every_state_type(hostile: Hostile, kind: StateType) -> None:
+    what = artifact("kinds", state_type=kind)
+    first = claim(hostile.directory, hostile.lease, what)
+    assert claim(hostile.directory, hostile.lease, what) == first
+
+
 def test_an_unreadable_epoch_has_ended(hostile: Hostile) -> None:
     what = artifact("epochs")
     bob = join(hostile.directory, "bob", lease_s=3_600.0)
@@ -154,6 +184,28 @@ def test_an_unreadable_epoch_has_ended(hostile: Hostile) -> None:
     assert view.status(bob.epoch) is EpochStatus.ENDED
     assert copies_at(view) == []
     with pytest.raises(StaleEpochError):  # so its worker registers again
+        hostile.directory.renew_lease(bob.epoch)
+    hostile.client.hdel(fleet_key(hostile.fleet, "epochs"), b"%d" % bob.epoch)
+
+
+@pytest.mark.parametrize(
+    ("name", "lease_s", "left_s", "status"),
+    [
+        (b"bo\xe2", 10, 5.0, EpochStatus.LIVE),
+        (b"bob", 10, 500.0, EpochStatus.ENDED),
+        (b"bob", 10, float("nan"), EpochStatus.ENDED),
+        (b"bob", b"10", 5.0, EpochStatus.ENDED),
+    ],
+)
+def test_scripts_and_workers_agree_which_epochs_are_live(
+    hostile: Hostile, name: bytes, lease_s: object, left_s: float, status: EpochStatus
+) -> None:
+    bob = join(hostile.directory, "bob", lease_s=3_600.0)
+    until_s = hostile.directory.lookup(CHAIN).now_s + left_s
+    entry = msgpack.packb([name, b"", lease_s, until_s, False], use_bin_type=False)
+    hostile.write("epochs", b"%d" % bob.epoch, entry)
+    assert hostile.directory.lookup(CHAIN).status(bob.epoch) is status
+    with nullcontext() if status is EpochStatus.LIVE else pytest.raises(StaleEpochError):
         hostile.directory.renew_lease(bob.epoch)
     hostile.client.hdel(fleet_key(hostile.fleet, "epochs"), b"%d" % bob.epoch)
 

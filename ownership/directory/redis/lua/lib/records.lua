@@ -2,10 +2,13 @@
 --
 -- The entry of a chunk: msgpack [record, ...], one for each state type that has one;
 -- a record: [state type, owner, token, copy, replica...]; a replica: [holder, copy, expires_s].
--- `copy` is opaque here, see `encoding.pack_copy`.
+-- `copy` is opaque here except for its size, see `encoding.pack_copy`.
 
 local TYPE, OWNER, TOKEN, COPY, FIRST_REPLICA = 1, 2, 3, 4, 5
 local HOLDER, REPLICA_COPY, EXPIRES_S = 1, 2, 3
+-- What workers decode. A record that only the scripts took for one would hide its chunk from all
+-- lookups, and no claim would overwrite it.
+local STATE_TYPES, COPY_BYTES = 9, 41
 
 local decoded = {}
 local num_added = 0
@@ -16,12 +19,14 @@ end
 
 local function is_replica(value)
   return type(value) == 'table' and is_whole(value[HOLDER])
-    and type(value[REPLICA_COPY]) == 'string' and type(value[EXPIRES_S]) == 'number'
+    and type(value[REPLICA_COPY]) == 'string' and #value[REPLICA_COPY] == COPY_BYTES
+    and type(value[EXPIRES_S]) == 'number'
 end
 
 local function is_record(value)
-  if type(value) ~= 'table' or not is_whole(value[TYPE]) or not is_whole(value[OWNER])
-    or not is_whole(value[TOKEN]) or type(value[COPY]) ~= 'string' then
+  if type(value) ~= 'table' or not is_whole(value[TYPE]) or value[TYPE] >= STATE_TYPES
+    or not is_whole(value[OWNER]) or not is_whole(value[TOKEN])
+    or type(value[COPY]) ~= 'string' or #value[COPY] ~= COPY_BYTES then
     return false
   end
   for index = FIRST_REPLICA, #value do
