@@ -285,7 +285,8 @@ def test_without_the_router_envoy_does_as_its_failure_mode_says(
             parts["ext_proc"]["failure_mode_allow"] = True
 
     reserved = stack.enter_context(socket.socket())
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        reserved.setsockopt(socket.SOL_SOCKET, option, 1)
     reserved.bind(("127.0.0.1", 0))  # it never listens: the port is kept for the router
     port = reserved.getsockname()[1]
     keys = {"host": "127.0.0.1", "port": 0, "workers": fleet.urls, "ext_proc_port": port}

@@ -35,7 +35,7 @@ ALERTS = ROOT / "deploy/prometheus/alerts.yaml"
 VALUES = {
     "tier": tuple(Tier),
     "state_type": ("dense_kv", "window_swa"),
-    "kind": ("predicted", "observed"),
+    "kind": ("predicted", "observed", "lost"),
     "source": ("local_compute", "device", "host", "disk"),
 }
 """Values of labels; others have one value."""
