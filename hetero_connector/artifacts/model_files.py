@@ -161,19 +161,12 @@ def _weight_files(model_dir: Path) -> dict[str, Path]:
 
 def _files(directory: Path, wanted: Callable[[str], bool]) -> dict[str, Path]:
     """Return the files with such names, by name, sorted."""
-    # A dangling link (a pruned cache) stays in, so that reading it is an error.
-    return {
-        path.name: path
-        for path in _listed(directory, wanted)
-        if path.is_file() or not path.exists()
-    }
-
-
-def _listed(directory: Path, wanted: Callable[[str], bool]) -> list[Path]:
     try:
-        return [directory / name for name in sorted(os.listdir(directory)) if wanted(name)]
+        paths = {name: directory / name for name in sorted(os.listdir(directory)) if wanted(name)}
     except OSError as error:
         raise IdentityError(f"cannot list {directory}: {error.strerror}") from error
+    # A dangling link (a pruned cache) stays in, so that reading it is an error.
+    return {name: x for name, x in paths.items() if x.is_file() or not x.exists()}
 
 
 def _named_digests(files: Mapping[str, Path], budget_bytes: int | None) -> list[list[object]]:

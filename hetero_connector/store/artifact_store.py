@@ -337,7 +337,7 @@ class ArtifactStore:
         return forgotten
 
     def wait_forgotten(self, deadline_s: float) -> bool:
-        """Wait until no later process finds what was forgotten; False if it would, so much later.
+        """Wait until no later process finds what was forgotten; return False if one still would.
 
         A power cut soon afterwards may bring back what was stored. Any thread may ask.
         """

@@ -9,7 +9,8 @@ import dataclasses
 import importlib.metadata
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -33,6 +34,7 @@ _DISTRIBUTION = "heterocache"
 _ROWS = 12
 
 _Row = TypeVar("_Row")
+_Report = TypeVar("_Report")
 _Stored = Annotated[
     Path, typer.Argument(metavar="DIR", help="An ssd_dir, or one model's directory in it.")
 ]
@@ -125,21 +127,11 @@ def verify(
     """Read and check every stored artifact."""
     from hetero_connector.tools import inspection, verification
 
-    reports, code = [], EXIT_OK
-    for path in inspection.find_models(dir):
-        try:
-            report = verification.verify_model(path, repair, _progress)
-        except HeteroCacheError as e:
-            code = complain(e)
-            continue
-        reports.append(report)
-        if not as_json:
-            print(verification.as_text(report))
-    if as_json:
-        print(json.dumps([dataclasses.asdict(r) for r in reports], indent=2))
-    if code == EXIT_OK and not all(r.is_intact for r in reports):
-        return EXIT_BAD
-    return code
+    tasks = [
+        partial(verification.verify_model, path, repair, _progress)
+        for path in inspection.find_models(dir)
+    ]
+    return _do_each(tasks, verification.as_text, lambda report: report.is_intact, as_json=as_json)
 
 
 @command(app, STATE, "export /nvme/kv /backup/kv")
@@ -154,23 +146,15 @@ def export(
     """Write what is stored to files that can be copied to another machine."""
     from hetero_connector.tools import exporting, inspection
 
-    reports, code = [], EXIT_OK
-    models = inspection.find_models(dir)
-    for path in models:
+    def target_of(path: Path) -> Path:
         part = path.parent.name if dir not in (path, path.parent) else ""
-        try:
-            report = exporting.export_model(path, target / part / path.name, _progress)
-        except HeteroCacheError as e:
-            code = complain(e)
-            continue
-        reports.append(report)
-        if not as_json:
-            print(exporting.as_text(report))
-    if as_json:
-        print(json.dumps([dataclasses.asdict(r) for r in reports], indent=2))
-    if code == EXIT_OK and any(r.bad for r in reports):
-        return EXIT_BAD
-    return code
+        return target / part / path.name
+
+    tasks = [
+        partial(exporting.export_model, path, target_of(path), _progress)
+        for path in inspection.find_models(dir)
+    ]
+    return _do_each(tasks, exporting.as_text, lambda report: not report.bad, as_json=as_json)
 
 
 @command(app, STATE, "import /backup/kv /nvme/kv --ssd-gib 200", name="import")
@@ -191,19 +175,34 @@ def import_(
     """Add what was exported to an SSD directory, so that its engine starts with it."""
     from hetero_connector.tools import importing
 
-    reports, code = [], EXIT_OK
-    for folder, part in importing.find_exports(source):
+    tasks = [
+        partial(importing.import_model, folder, dir / part, ssd_gib, _progress)
+        for folder, part in importing.find_exports(source)
+    ]
+    return _do_each(tasks, importing.as_text, lambda report: report.is_complete, as_json=as_json)
+
+
+def _do_each(
+    tasks: Iterable[Callable[[], _Report]],
+    as_text: Callable[[_Report], str],
+    is_good: Callable[[_Report], bool],
+    *,
+    as_json: bool,
+) -> int:
+    """Print the report of each task; return the exit status. One that fails stops no other."""
+    reports, code = list[Any](), EXIT_OK
+    for task in tasks:
         try:
-            report = importing.import_model(folder, dir / part, ssd_gib, _progress)
+            report = task()
         except HeteroCacheError as e:
             code = complain(e)
             continue
         reports.append(report)
         if not as_json:
-            print(importing.as_text(report))
+            print(as_text(report))
     if as_json:
         print(json.dumps([dataclasses.asdict(r) for r in reports], indent=2))
-    if code == EXIT_OK and not all(r.is_complete for r in reports):
+    if code == EXIT_OK and not all(map(is_good, reports)):
         return EXIT_BAD
     return code
 

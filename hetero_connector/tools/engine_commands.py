@@ -356,7 +356,7 @@ def _carry_out(
         if not is_sure(chosen):
             return complain("nothing was done")
         order = {k: v for k, v in {**order, **encoded(chosen)}.items() if v is not None}
-    except ValueError as error:  # the tokens of the prompt are none
+    except ValueError as error:  # a prompt's tokens that are no ids
         return complain(error)
     answers = engines.do(chosen, order, wait_s)
     code = EXIT_OK

@@ -112,8 +112,8 @@ class ChainLookups:
         lease = self._keeper.lease
         if lease is None or not lease.is_valid:
             return self._not_asked("alone")
-        longer = 1.0 + len(chain) / _CHUNKS_PER_DEADLINE
-        question = _Question(now_s, longer * self._deadline_s)
+        factor = 1.0 + len(chain) / _CHUNKS_PER_DEADLINE
+        question = _Question(now_s, factor * self._deadline_s)
         if self._breaker.is_open:
             if not self._breaker.admit():
                 # A timely answer closes the breaker. This request does not wait for it.

@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from hetero_connector.artifacts.record import ChunkKey, Tier
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey, Tier
 from hetero_connector.engine.scheduler import commands as module
 from hetero_connector.engine.scheduler import session_book
 from hetero_connector.engine.scheduler.block_events import EventGroup
@@ -134,12 +134,20 @@ def test_a_turn_that_begins_while_its_session_is_cleared_starts_a_session_anew(
 
 
 def test_a_cleared_session_is_out_of_the_journal_before_the_answer(
-    start: Start, tmp_path: Path
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    may_forget, forget = threading.Event(), Journal.forget
+
+    def late(journal: Journal, ids: Iterable[ArtifactId]) -> None:
+        assert may_forget.wait(60)
+        forget(journal, ids)
+
     engine = start(ssd_dir=tmp_path, ssd_bytes=1 << 22)
     engine.run(turn("a", session_id="s"))
     assert engine.store.flush(60)
     assert rows_in_journal(engine) > 3
+    monkeypatch.setattr(Journal, "forget", late)
+    threading.Timer(0.3, may_forget.set).start()  # an answer that waits for nothing comes before
     answer = do(engine, "clear", session="s")
     assert answer == {"cleared": "session", "chunks": 3, "pages": True, "kept": True}
     assert rows_in_journal(engine) == 0

@@ -172,19 +172,19 @@ class Commands:
         while self._awaits_copies() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         is_written = self._store.flush(max(0.0, deadline - time.monotonic()))
-        answer = {"draining": True, "written": is_written and not self._awaits_copies()}
+        is_written = is_written and not self._awaits_copies()
+        answer: Result = {"draining": True, "written": is_written}
         health = self._store.health()
-        if not answer["written"]:
-            if health.ssd_writable and health.io_alive:
-                return answer
-            return {**answer, "reason": "the SSD cannot be written: the engine's log says why"}
-        if not (unwritten := self._store.num_unwritten()):
-            return answer
-        reason = (
-            f"{unwritten:,} artifacts are in DRAM alone and end with the engine: the SSD has no "
-            "room for them (ssd_gib), or the day's writes are spent (ssd_write_gib_per_day)"
-        )
-        return {"draining": True, "written": False, "unwritten": unwritten, "reason": reason}
+        if not is_written:
+            if not (health.ssd_writable and health.io_alive):
+                answer["reason"] = "the SSD cannot be written: the engine's log says why"
+        elif unwritten := self._store.num_unwritten():
+            reason = (
+                f"{unwritten:,} artifacts are in DRAM alone and end with the engine: the SSD has "
+                "no room for them (ssd_gib), or the day's writes are spent (ssd_write_gib_per_day)"
+            )
+            answer |= {"written": False, "unwritten": unwritten, "reason": reason}
+        return answer
 
     def scrub(self, arguments: Arguments) -> Result:
         """Begin to check all that is stored, at `mib_per_s`; `stop`: end that."""

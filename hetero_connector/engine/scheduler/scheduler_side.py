@@ -234,7 +234,7 @@ class SchedulerSide:
         if tracker is None:
             return
         tracker.admitting = True
-        if request.num_computed_tokens == 0:  # else it is a parked load that has ended
+        if request.num_computed_tokens == 0:  # else a load between steps has ended
             tracker.outdated = self.root.may_be_outdated(request, tracker.local_tokens)
             self.predictions.on_admitted(tracker, num_external_tokens > 0, stopped=self.is_stopped)
         assert self._kv_cache_manager is not None

@@ -542,7 +542,7 @@ class Catalog:
         """Wait until no row of what was forgotten is in the journal or to come; False if not."""
 
         def are_gone() -> bool:
-            return not (self.has_rows_to_forget or self.writes.lists_forgotten)
+            return not (self.has_rows_to_forget or self.writes.may_list_forgotten)
 
         return self._lock.wait_for(are_gone, timeout=deadline_s)
 

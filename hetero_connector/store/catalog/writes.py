@@ -107,7 +107,7 @@ class Writes:
         return self.is_writable and not is_busy
 
     @property
-    def lists_forgotten(self) -> bool:
+    def may_list_forgotten(self) -> bool:
         """Return whether a write that has begun may yet list an artifact that was forgotten."""
         return any(artifact.forgotten for artifact in self._begun)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeGuard
 
 from ownership.router.identity.translations import (
     MessagesHabits,
@@ -139,7 +139,7 @@ def _chat(body: Body) -> list[Prompt]:
     if not _are_objects(messages):
         return [Prompt(**_common(body), doubts=(Doubt.BODY,))]
     tokens = _forwarded(body)
-    if tokens is not None and not any(map(_has_media, messages)):  # type: ignore[arg-type]
+    if tokens is not None and not any(map(_has_media, messages)):
         return [Prompt(tokens=tokens, **_common(body))]
     doubts = _doubts(body)
     kwargs = body.get("chat_template_kwargs") or {}
@@ -162,7 +162,7 @@ def _chat(body: Body) -> list[Prompt]:
         # --exclude-tools-when-tool-choice-none: servers do not tell if they were started with it.
         doubts = (*doubts, Doubt.NOT_TRANSLATED)
     conversation = Conversation(
-        messages,  # type: ignore[arg-type]
+        messages,
         None if tools is None else [_tool(x) for x in tools],
         _set({**kwargs, **_set(own)}),
     )
@@ -175,8 +175,9 @@ def _chat(body: Body) -> list[Prompt]:
 def _forwarded(body: Body) -> Any:
     """Return the token ids that vLLM takes in place of the messages, if these are texts."""
     params = body.get("kv_transfer_params")
-    is_used = isinstance(params, Mapping) and not body.get("echo")
-    return params.get("prompt_token_ids") if is_used else None  # type: ignore[union-attr]
+    if not isinstance(params, Mapping) or body.get("echo"):
+        return None
+    return params.get("prompt_token_ids")
 
 
 def _has_media(message: Mapping[str, Any]) -> bool:
@@ -224,7 +225,7 @@ def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
     return tool if deferred is None else {**tool, "defer_loading": deferred}
 
 
-def _are_objects(given: object) -> bool:
+def _are_objects(given: object) -> TypeGuard[list[Mapping[str, Any]]]:
     return isinstance(given, list) and bool(given) and all(isinstance(x, Mapping) for x in given)
 
 
