@@ -12,7 +12,7 @@ MODELS = ("dense", "gemma3", "gptoss", "deepseek_v4", "qwen3_next", "mla")
 _SHARED_ENGINE = {
     **dict.fromkeys(("test_exactness", "test_exact_matrix", "test_replay"), "shared"),
     **dict.fromkeys(("test_situations", "test_bytes", "test_full_steps"), "shared"),
-    "test_parked_loads": "shared",
+    **dict.fromkeys(("test_parked_loads", "test_recurrent_loads"), "shared"),
     **dict.fromkeys(("test_power", "test_presets_match_engine"), "stock"),
     **dict.fromkeys(("test_soak", "test_replay_pressure"), "soak"),
 }

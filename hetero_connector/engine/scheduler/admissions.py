@@ -152,8 +152,10 @@ class Admissions:
         new = {x.req_id: x.block_ids for x in output.scheduled_new_reqs} if self.admitted else {}
         admitted, self.admitted = self.admitted, []
         for tracker in admitted:
+            request_id = tracker.request.request_id
+            num_tokens = output.num_scheduled_tokens.get(request_id, 0)
             try:
-                self._load(tracker, new.get(tracker.request.request_id), meta)
+                self._load(tracker, new.get(request_id), num_tokens, meta)
             except Exception as error:
                 self._report_lost(tracker, "load", error)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
@@ -225,9 +227,16 @@ class Admissions:
         self.lost.append(LostLoad(request_id, blocks, parked))
 
     def _load(
-        self, tracker: RequestTracker, block_ids: Sequence[list[int]] | None, meta: StepMetadata
+        self,
+        tracker: RequestTracker,
+        block_ids: Sequence[list[int]] | None,
+        num_tokens: int,
+        meta: StepMetadata,
     ) -> None:
-        """`block_ids`: as vLLM sends them if the request is new in this step, else None."""
+        """`block_ids`: as vLLM sends them if the request is new in this step, else None.
+
+        `num_tokens`: those that the step computes, 0 of a parked request.
+        """
         pending = tracker.restore
         assert pending is not None
         request_id = tracker.request.request_id
@@ -238,6 +247,9 @@ class Admissions:
             # The ids save a walk over the thousands of block objects of a long prompt.
             table = self._tables(request_id) if block_ids is None else table_of(block_ids)
             loads.append(self._restorer.build_load(tracker, table))
+            end = pending.plan.boundary + num_tokens
+            running = self._restorer.build_running_load(request_id, pending, table, end)
+            loads += [running] if running else []
             loads += self._share(tracker, pending)
         self._saver.on_restored(pending.plan)
         # Nothing may fail from here on: a load that is ordered must not be reported as lost, too.

@@ -35,6 +35,7 @@ from hetero_connector.engine.scheduler.requests import (
     replayable,
 )
 from hetero_connector.engine.scheduler.shared_boundaries import SharedBoundaries
+from hetero_connector.engine.scheduler.step_room import StepRoom
 from hetero_connector.metrics import Recorder
 from hetero_connector.planner.plan import RestorePlan
 from hetero_connector.planner.planner import RestorePlanner
@@ -80,6 +81,7 @@ class Restorer:
         self._clock = clock
         self.may_replay = True
         """True if plans may rebuild windows by a replay."""
+        self.step_room = StepRoom(self._model)
 
     def stage(self, tracker: RequestTracker, local_tokens: int) -> int | None:
         """Continue to stage the request's restore, and begin it in the first call.
@@ -110,6 +112,8 @@ class Restorer:
                 return None
             if not pending.handle.failed:
                 self._end_staging(tracker)
+                if self._must_park(tracker):
+                    pending.plan = replace(pending.plan, parked=True)
                 return pending.plan.resume_tokens - local_tokens
             self._exclude(tracker, pending)
             pending = tracker.restore = None
@@ -188,6 +192,28 @@ class Restorer:
         load_id = next(self._load_ids)
         return Load(request_id, spans, blocks, plan.parked, resume=tokens.stop, load_id=load_id)
 
+    def build_running_load(
+        self, request_id: str, pending: PendingRestore, table: BlockTable, end: int
+    ) -> Load | None:
+        """Return the order to load recurrent state where this step's forward reads it.
+
+        vLLM copies the restored block there before any layer runs, so before the block is loaded.
+        `end`: the first token that the step leaves. None if there is no such state.
+        """
+        plan = pending.plan
+        if plan.parked or StateType.RECURRENT not in plan.boundary_types:
+            return None
+        spans = [x for x in self._spans(pending) if x.state_type is StateType.RECURRENT]
+        blocks = {}
+        for layer in self._model.page_groups[StateType.RECURRENT]:
+            restored = layer.pages_needed(0, plan.boundary).start
+            running = -(-end // layer.block_tokens) - 1
+            ids = table(layer.group, range(running, running + 1))
+            blocks[StateType.RECURRENT, layer.group] = Blocks(restored, ids)
+        pending.loads_left += 1
+        load_id = next(self._load_ids)
+        return Load(request_id, spans, blocks, False, resume=plan.boundary, load_id=load_id)
+
     def build_shared_load(
         self, request_id: str, pending: PendingRestore, table: BlockTable
     ) -> Load:
@@ -220,6 +246,8 @@ class Restorer:
                 return None
             stored = []  # evicted since the last plan, or in the engine's own cache by now
         load = self._engine_load(tracker)
+        if self._must_park(tracker):
+            load = replace(load, parking="always")
         may_replay = self.may_replay and replayable(tracker.request)
         decision = self._planner.plan(
             stored, local_tokens, limit, known, load, may_replay=may_replay
@@ -239,6 +267,9 @@ class Restorer:
             wanted += _shared_wanted(self._model, shared)
         handle = self._store.begin_restore(wanted, copies, within_s=left_s)
         return PendingRestore(plan, handle, local_tokens, shared=shared)
+
+    def _must_park(self, tracker: RequestTracker) -> bool:
+        return not self.step_room.suffices(int(tracker.request.num_tokens))
 
     def _find_shared(
         self, tracker: RequestTracker, plan: RestorePlan, local_tokens: int

@@ -62,7 +62,6 @@ from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.planner.pricing import EngineLoad, Parking
 from hetero_connector.planner.sessions import ThinkTimes
-from hetero_connector.spec import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 
 if TYPE_CHECKING:
@@ -121,7 +120,6 @@ class SchedulerSide:
         self.root = ChainRoot(hasher, store, self._on_new_root, self._has_outdated_requests)
         self._recorder = recorder
         num_ranks = num_ranks or layout.model.tp_size
-        self._is_recurrent = StateType.RECURRENT in layout.model.state_types
         self._hidden_share = float(layerwise)
         """Share of a load that the forward hides. Until a worker knows its model's layer hooks, all
         of a layer-wise load."""
@@ -189,6 +187,7 @@ class SchedulerSide:
         self._kv_cache_manager = kv_cache_manager
         self.root.bind(kv_cache_manager)
         self._shared.bind(kv_cache_manager)
+        self._restorer.step_room.bind(kv_cache_manager)
         self._restorer.may_replay = can_hide(kv_cache_manager)
         if self._events is not None:
             self._events.bind(kv_cache_manager)
@@ -486,7 +485,7 @@ class SchedulerSide:
         if tracker.admitting:
             tracker.admitting = False
             self._saver.on_admitted(tracker, computed)
-        recurrent = recurrent_states(output, request_id) if self._is_recurrent else ()
+        recurrent = recurrent_states(output, request_id)
         table = self._table(request_id)
         meta.saves += self._saver.save_step(tracker, computed + num_tokens, table, recurrent)
 

@@ -346,10 +346,6 @@ def _parking(geometry: WorkerGeometry) -> Parking:
 
     A CPU copies on the thread that computes, so decodes wait for a load in any case.
     """
-    if StateType.RECURRENT in geometry.model.state_types:
-        # vLLM copies recurrent state before the first layer runs, so it must be in place before the
-        # step that computes the request.
-        return "always"
     return "never" if geometry.device == "cpu" else "long"
 
 
