@@ -40,7 +40,10 @@ def figures_of(checkout: Path, benchmark: list[str]) -> dict[str, float]:
 
 
 def compare(before: Path, benchmark: list[str], turns: int) -> tuple[str, dict[str, float]]:
-    """Return a table of the figures, and their ratios after/before."""
+    """Return a table of the figures, and their ratios after/before.
+
+    Raises SystemExit if the checkouts have no figure in common.
+    """
     runs: dict[Path, dict[str, list[float]]] = {
         checkout: defaultdict(list) for checkout in (before, HERE)
     }
@@ -48,6 +51,8 @@ def compare(before: Path, benchmark: list[str], turns: int) -> tuple[str, dict[s
         for checkout in (before, HERE) if turn % 2 == 0 else (HERE, before):
             for name, value in figures_of(checkout, benchmark).items():
                 runs[checkout][name].append(value)
+        if not runs[before].keys() & runs[HERE].keys():
+            raise SystemExit(f"{' '.join(benchmark)}: the checkouts have no figure in common")
     rows, ratios = [], {}
     for name in sorted(runs[before].keys() & runs[HERE].keys()):
         old, new = runs[before][name], runs[HERE][name]

@@ -97,8 +97,8 @@ class _Driver:
 
 
 @contextmanager
-def worker_on_stand_ins(layout: ArtifactLayout) -> Iterator[tuple[Any, Any, Counts]]:
-    """Yield a worker side with its arena, whose device copies nothing and counts."""
+def worker_on_stand_ins(layout: ArtifactLayout) -> Iterator[tuple[Any, Counts]]:
+    """Yield a worker side whose device copies nothing and counts."""
     import torch
     from heterocache_cuda.driver import Driver
     from heterocache_cuda.mover import Moves, PageMover
@@ -142,7 +142,7 @@ def worker_on_stand_ins(layout: ArtifactLayout) -> Iterator[tuple[Any, Any, Coun
             pages[layer.layer] = pages[layer.layer][:, : layer.page_bytes]
         side.register(pages)
         side.attach(arena.handle, layout)
-        yield side, arena, counts
+        yield side, counts
         counts_of_close = counts.syncs
         side.close()
         counts.syncs = counts_of_close
@@ -205,10 +205,9 @@ def measure(model: ModelSpec, calls_hooks: bool, *, parked: bool, repeats: int) 
         layout.rank_bytes(x.state_type, a.start, a.end) for x in load.spans for a in x.artifacts()
     )
     layers = [x.layer for x in model.stored_layers]
-    with worker_on_stand_ins(layout) as (side, arena, counts):
+    with worker_on_stand_ins(layout) as (side, counts):
 
         def step(meta: StepMetadata, calls_hooks: bool) -> None:
-            meta.arena = arena.handle
             side.begin_step(meta)
             side.start_loads(meta, hooks_called=calls_hooks)
             for layer in layers if calls_hooks else ():

@@ -85,15 +85,18 @@ class EngineProcess:
         """Wait until all sealed state is on SSD."""
         self.call("flush")
 
+    def leave_on_ssd(self) -> None:
+        """Write all sealed state to SSD and let it leave DRAM, as by eviction."""
+        self.call("leave_on_ssd")
+
     def restored(self) -> dict[str, int]:
-        """Return the bytes restored since the last call, by tier."""
+        """Return the bytes restored since the last call, by tier.
+
+        A GPU may end the copies of a load after the answer to it: the next step reports them.
+        """
+        self.wake()
         by_tier: dict[str, int] = self.call("restored")
         return by_tier
-
-    def bytes_per_slot(self) -> int:
-        """Return the bytes in DRAM of one slot of each state type together."""
-        size_bytes: int = self.call("bytes_per_slot")
-        return size_bytes
 
     def close(self) -> None:
         """End the engine. Idempotent."""
@@ -184,8 +187,15 @@ class Engine:
         if not self._store().flush(_FLUSH_DEADLINE_S):
             raise RuntimeError("the store did not reach the SSD in time")
 
-    def bytes_per_slot(self) -> int:
-        return sum(self._store().catalog.tiers.dram.geometry.stride_bytes.values())
+    def leave_on_ssd(self) -> None:
+        self.flush()
+        store = self._store()
+        ends_s = time.monotonic() + _FLUSH_DEADLINE_S
+        while store.catalog.tiers.pinned():  # a sampled hit is pinned while it is checked
+            if time.monotonic() > ends_s:
+                raise RuntimeError("state stayed in use")
+            time.sleep(1e-3)
+        store.leave_to_ssd()
 
     def restored(self) -> dict[str, int]:
         from prometheus_client import REGISTRY

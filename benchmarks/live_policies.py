@@ -9,15 +9,18 @@ start at such a rate (`sessions_per_s`) that the servers are busy for about thre
 time on this machine; `--rate` gives another.
 
 With `--rounds` every policy plays the first round, and those whose task time was at most `_CLOSE`
-times `ownerserve`'s the further ones. `--policies` plays only some, and writes no results.
+times `ownerserve`'s the further ones. Only a run with the default sessions, model, policies, setups
+and parts of the cores writes results.
 
 `live_over_best`: `ownerserve`'s task time over the best policy's, the worse of both setups.
 `ownerserve` plays first and once more last. `last_over_first` is how far two runs of one policy are
-apart; smaller differences between policies say nothing.
+apart; smaller differences between policies say nothing. No other figure but the twin's has that
+last run.
 `transfers_where_it_loses`: what `ownerserve` read from peers or prefilled elsewhere where computing
 is cheaper, over a network of 100 Mbit/s (`benchmarks.slow_network`, root too). 0 is right;
 `transfer_loses_by` is the time to first token of a policy that transfers there over `ownerserve`'s.
 `decided_again`: share of `ownerserve`'s placements that come out again on the views of its log.
+This and the next ones are of the setup in which they are farthest from 1.
 `simulated_over_real_*`: the simulator plays the same sessions, with the costs that the servers
 learned (`benchmarks.live_twin`). `placements_equal`: it follows the real placements, and its own
 decisions are compared with them.
@@ -45,7 +48,7 @@ from benchmarks.faithful import SESSIONS
 from benchmarks.live_client import Played, play
 from benchmarks.live_fleet import Gained, LiveFleet
 from benchmarks.live_twin import Machine, compared, measured, placements
-from benchmarks.measure import machine_line, publish, rounded, table
+from benchmarks.measure import is_default, machine_line, options, publish, rounded, table
 from benchmarks.scaled_sessions import scaled
 from benchmarks.slow_network import SlowNetwork, slow_network
 from benchmarks.synthetic_sessions import Geometric, LogNormal, SyntheticSpec, synthetic
@@ -125,7 +128,7 @@ def main() -> None:
     parser.add_argument(
         "--policies",
         nargs="+",
-        default=EVERYWHERE + POOLS,
+        default=[*EVERYWHERE, *POOLS],
         metavar="POLICY",
         choices=EVERYWHERE + POOLS,
         help="next to ownerserve (default: all)",
@@ -165,10 +168,19 @@ def main() -> None:
         figures |= losing.figures
         details["losing"] = losing.details
     best = [figures[name]["live_over_best"] for name in given.setups]
-    figures = {"live_over_best": max(best), **figures, **figures[given.setups[0]]["twin"]}
+    twin = worst([figures[name]["twin"] for name in given.setups])
+    figures = {"live_over_best": max(best), **figures, **twin}
+    details["options"] = options(given)
     text = "\n\n".join([f"begin: {begin}\nend: {machine_line()}", *texts])
-    is_whole = not given.quick and {*given.policies, OWN} == {*EVERYWHERE, *POOLS}
-    publish("live_policies", text, figures, details, as_json=given.json, write=is_whole)
+    write = is_default(parser, given, free=("json", "keep", "rate", "rounds"))
+    publish("live_policies", text, figures, details, as_json=given.json, write=write)
+
+
+def worst(twins: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return each figure of the setup in which it is farthest from 1."""
+    return {
+        name: max((twin[name] for twin in twins), key=lambda x: abs(x - 1)) for name in twins[0]
+    }
 
 
 @contextmanager
@@ -246,6 +258,12 @@ def fitting_rate(tried: Run, cores: float) -> float:
     return round(_BUSY * cores / session_s, 3)
 
 
+def tried_rate(fleet: LiveFleet, setup: Setup, folder: Path, given: argparse.Namespace) -> float:
+    """Return the rate that a trial finds."""
+    other = sessions_of(given, _FIRST_RATE, _OTHER_SEED)
+    return fitting_rate(run(fleet, OWN, setup, other, folder, _OTHER_SEED), fleet.cores)
+
+
 def compare(model: str, setup: Setup, given: argparse.Namespace) -> Found:
     """Play sessions under all policies, and in the simulator under `ownerserve`."""
     count = len(setup.pools)
@@ -255,9 +273,7 @@ def compare(model: str, setup: Setup, given: argparse.Namespace) -> Found:
         fleet_of(model, setup, folder, given) as fleet,
     ):
         machine = Machine.of(fleet.servers[0], limits_of(model))
-        other = sessions_of(given, given.rate or _FIRST_RATE, _OTHER_SEED)
-        tried = run(fleet, OWN, setup, other, folder, _OTHER_SEED)
-        rate = given.rate or fitting_rate(tried, fleet.cores)
+        rate = given.rate or tried_rate(fleet, setup, folder, given)
         trace, other = (sessions_of(given, rate, seed) for seed in (0, _OTHER_SEED))
         warm = run(fleet, OWN, setup, other, folder, _OTHER_SEED)
         costs = fleet.costs(count)
@@ -280,7 +296,7 @@ def compare(model: str, setup: Setup, given: argparse.Namespace) -> Found:
         )
         for own in runs[OWN]
     ]
-    figures = {"sessions_per_s": rate, **headline(runs)}
+    figures = {"sessions_per_s": rate, **headline(runs, given.rounds)}
     figures["twin"] = rounded({name: median(x[name] for x in alike) for name in alike[0]})
     figures["twin"]["decided_again"] = median(own.decided_again for own in runs[OWN])
     details: dict[str, Any] = {
@@ -361,9 +377,16 @@ def _ttft(run: Run) -> float:
     return mean(x.ttft_s for x in run.played.requests.values())
 
 
-def headline(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """Return ratios to `ownerserve`'s task time, and that over the best policy's."""
-    tasks = {policy: np.array([x.played.task_s for x in found]) for policy, found in runs.items()}
+def headline(runs: Mapping[str, Sequence[Run]], rounds: int) -> dict[str, Any]:
+    """Return ratios to `ownerserve`'s task time, and that over the best policy's.
+
+    A run of `ownerserve` after the rounds only says how far two of its runs are apart.
+    """
+    first, last = runs[OWN][0], runs[OWN][-1]
+    by_turns = {policy: found[:rounds] for policy, found in runs.items()}
+    tasks = {
+        policy: np.array([x.played.task_s for x in found]) for policy, found in by_turns.items()
+    }
     own = tasks[OWN]
     ratios = {policy: float(seconds.mean() / own.mean()) for policy, seconds in tasks.items()}
     return {
@@ -371,10 +394,10 @@ def headline(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
         "task_over_ownerserve": {policy: round(ratio, 3) for policy, ratio in ratios.items()},
         "interval": {policy: interval(seconds, own) for policy, seconds in tasks.items()},
         "ttft_over_ownerserve": {
-            policy: round(mean(map(_ttft, found)) / mean(map(_ttft, runs[OWN])), 3)
-            for policy, found in runs.items()
+            policy: round(mean(map(_ttft, found)) / mean(map(_ttft, by_turns[OWN])), 3)
+            for policy, found in by_turns.items()
         },
-        "last_over_first": round(float(own[-1].mean() / own[0].mean()), 3),
+        "last_over_first": round(mean(last.played.task_s) / mean(first.played.task_s), 3),
         "busy": round(mean(x.busy for found in runs.values() for x in found), 3),
         "machine": round(mean(x.machine for found in runs.values() for x in found), 3),
         "own": round(mean(x.own for found in runs.values() for x in found), 3),

@@ -4,7 +4,7 @@
 of one policy differ by as much as most policies do. The simulator plays many other draws in no
 time. It takes the costs that those servers learned, from that benchmark's newest result that has
 all setups (or from `--result`), and the model and the sizes from a server that is started and
-asked.
+asked. Only a run with the default draws and number of sessions writes results.
 
 `redrawn_over_best`: `ownerserve`'s mean task time over the best policy's, the worse of all setups.
 Ratios are to `ownerserve`'s task time, with 95 % intervals over draws. `real` is the ratio on the
@@ -38,7 +38,7 @@ from benchmarks.live_policies import (
     limits_of,
 )
 from benchmarks.live_twin import Machine
-from benchmarks.measure import RESULTS, machine_line, publish, table
+from benchmarks.measure import RESULTS, is_default, machine_line, options, publish, table
 from examples.serving import stop_servers_on_sigterm
 from hetero_connector.planner.profile import CostProfile
 
@@ -92,8 +92,9 @@ def main() -> None:
     text = "\n\n".join(
         [f"{machine_line()}\ncosts: {given.result.name}, {result['machine']}", *texts]
     )
-    details["result"] = given.result.name
-    publish("live_redrawn", text, figures, details, as_json=given.json, write=not given.quick)
+    details |= {"result": given.result.name, "options": options(given)}
+    write = is_default(parser, given, free=("json", "rate", "result"))
+    publish("live_redrawn", text, figures, details, as_json=given.json, write=write)
 
 
 def newest() -> Path:

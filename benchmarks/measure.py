@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import mmap
 import os
@@ -9,7 +10,7 @@ import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -170,11 +171,17 @@ class DirectDisk:
 
 def machine_line() -> str:
     """Return the GPU if engines run on one, the processor, its cores and the present load."""
-    names = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
-    cpu = names[0].partition(": ")[2] if names else "unknown CPU"
+    cpu = cpu_name(Path("/proc/cpuinfo").read_text())
     load = ", ".join(f"{x:.2f}" for x in os.getloadavg())
     gpu = gpu_name(_NVIDIA)
     return f"{gpu + ' with ' if gpu else ''}{cpu}, {os.cpu_count()} cores, load {load}"
+
+
+def cpu_name(cpuinfo: str) -> str:
+    """Return the processor's name, and that it lacks AVX-512 if it is an x86 one without it."""
+    told: dict[str, str] = dict(re.findall(r"^(model name|flags)\s*: (.*)$", cpuinfo, re.MULTILINE))
+    lacks = "flags" in told and "avx512f" not in told["flags"].split()
+    return told.get("model name", "unknown CPU") + (" without AVX-512" if lacks else "")
 
 
 def gpu_name(driver: Path) -> str:
@@ -206,6 +213,22 @@ def publish(
         print(f"\nwritten: {save(name, text, figures, details)}")
     if as_json:
         print(json.dumps(figures))
+
+
+def is_default(
+    parser: argparse.ArgumentParser, given: argparse.Namespace, free: Collection[str]
+) -> bool:
+    """True if every option has its default, except for those that are free."""
+    chosen = {name: value for name, value in vars(given).items() if name not in free}
+    return all(value == parser.get_default(name) for name, value in chosen.items())
+
+
+def options(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the options as JSON values."""
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(given).items()
+    }
 
 
 def save(name: str, text: str, figures: Mapping[str, Any], details: Mapping[str, Any]) -> Path:

@@ -1,8 +1,8 @@
 """`python -m benchmarks.observability [--json]`: the cost of telling others what is stored.
 
-`events_per_s`: chunks of 256 tokens that one core announces or withdraws in a second, from the
-request's hashes to vLLM's events. They are stored, withdrawn for other weights (one event for
-many), and announced again.
+`events_per_s`: chunks of 256 tokens that one core announces in a second, from the request's hashes
+to vLLM's events. Each is announced for the first time; seconds to withdraw them for other weights
+(one event for many) and to announce them again are in the details.
 `event_us_step`: microseconds of a step without news.
 `event_bytes_chunk`: memory of one announced chunk.
 
@@ -70,8 +70,7 @@ class EventTiming:
 
     @property
     def events_per_s(self) -> float:
-        """Chunks that came, left and came again, over the seconds of all three."""
-        return 3 * CHUNKS / (self.stored_s + self.withdrawn_s + self.repeated_s)
+        return CHUNKS / self.stored_s
 
 
 def measure(*, memory: bool = False) -> EventTiming:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,12 +50,19 @@ class SteeredPlanner:
         load: EngineLoad,
         *,
         may_replay: bool = True,
+        deadline_s: float = math.inf,
     ) -> RestoreDecision:
         """See `RestorePlanner.plan`."""
         if self.limit_tokens is not None:
             limit_tokens, may_replay = min(limit_tokens, self.limit_tokens), False
         decision = self.planner.plan(
-            stored, local_tokens, limit_tokens, prompt_tokens, load, may_replay=may_replay
+            stored,
+            local_tokens,
+            limit_tokens,
+            prompt_tokens,
+            load,
+            may_replay=may_replay,
+            deadline_s=deadline_s,
         )
         self.first = self.first or decision
         return decision

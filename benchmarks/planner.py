@@ -1,13 +1,12 @@
 """`python -m benchmarks.planner [--json]`: the time and the accuracy of restore decisions.
 
 `cost_error_median`, `cost_error_p95`: relative errors of predicted times to first token on a real
-engine, see `cost_errors`; the worst of its models. Goals <= 0.15 and <= 0.40. `cost_noise_p95` is
-that of a perfect predictor.
+engine, see `cost_errors`; the worst of its models. `cost_noise_p95` is that of a perfect predictor.
 
 `decision_us_131k`, `decision_us_1m`: microseconds of the scheduler's thread for one decision over
 a prompt of 131,072 and of 1,048,576 tokens whose chunks are all stored; medians, the worst of all
-models and tiers. Goals <= 100 and <= 1000. Before each decision the cost model learns from a step
-and a load, as it does in an engine, so that no cached table is still valid.
+models and tiers. Before each decision the cost model learns from a step and a load, as it does in
+an engine, so that no cached table is still valid.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import cost_errors
+from benchmarks.goals import goal_table
 from benchmarks.measure import machine_line, rounded, save, table, timed
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkKey, ChunkRange, SharedTiers, StoredChunk, Tier
@@ -33,12 +33,6 @@ from hetero_connector.spec.presets import PRESETS
 
 MODELS = ("llama-3.1-8b", "gemma-3-27b", "deepseek-v4-flash")
 SIZES = {"131k": 131_072, "1m": 1_048_576}
-GOALS = {
-    "decision_us_131k": 100.0,
-    "decision_us_1m": 1000.0,
-    "cost_error_median": 0.15,
-    "cost_error_p95": 0.40,
-}
 _REPEATS = 301
 _STEP_TOKENS = 8192
 _REPLAY_TOKENS = 8192
@@ -169,8 +163,7 @@ def main() -> None:
             {"model": m.model, **x._asdict()} for m in measured for x in m.judged
         ]
     worst = rounded(worst)
-    goals = [[name, f"{value:.4g}", *_goal(name, value)] for name, value in worst.items()]
-    text = "\n\n".join([*texts, table(["figure", "value", "goal", ""], goals)])
+    text = "\n\n".join([*texts, goal_table("planner", worst)])
     print(text)
     if not (arguments.only or arguments.model):
         print(f"\nwritten: {save('planner', text, worst, details)}")
@@ -185,13 +178,6 @@ def _decision_table(timings: list[DecisionTiming]) -> str:
     ]
     header = ["model", "tokens", "chunks are in", "chunks", "decision, us", "with replay, us"]
     return table(header, rows)
-
-
-def _goal(name: str, value: float) -> tuple[str, str]:
-    goal = GOALS.get(name)
-    if goal is None:
-        return "", ""
-    return f"<= {goal:g}", "met" if value <= goal else "missed"
 
 
 if __name__ == "__main__":

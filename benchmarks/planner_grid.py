@@ -6,20 +6,20 @@ other work of the engine. In every cell the same prompt is served by turns with 
 model learns online, from the earlier runs.
 
 - `worst_cell_over_best`: planned TTFT divided by that of the better of never and always, at the
-  median of the worst cell. Goal <= 1.05. It is a median of ratios, each within one turn, because
-  the machine drifts, and because a load that ends just before or just after a step of running
-  decodes makes two clusters of times.
+  median of the worst cell. It is a median of ratios, each within one turn, because the machine
+  drifts, and because a load that ends just before or just after a step of running decodes makes two
+  clusters of times.
 - `worst_choice_over_best`: the same, over the cells in which the planner in most turns chose
   differently from the better of never and always; 1 if there are none. `worst_alike`: over the
-  other cells, where it shows how much two equal requests differ on this machine. No goals.
+  other cells, where it shows how much two equal requests differ on this machine.
 - `surely_over`: the number of cells in which that median is above its goal with 95 % confidence (a
-  sign test for each cell). On a busy machine some of a hundred medians are above by chance. Goal 0.
+  sign test for each cell). On a busy machine some of a hundred medians are above by chance.
 - `geomean_over_single`: geometric mean over the cells of planned TTFT, divided by that of the
-  better single policy. Goal <= 0.85.
+  better single policy.
 - `geomean_limit`: the same for the best policy of each cell, which planning cannot beat on this
-  grid. No goal; if it is above 0.85, no planner can reach that goal.
+  grid. If it is above that goal, no planner can reach it.
 - `regret_p95`: planned TTFT divided by that of the best policy, by turns, minus 1, at the 95th
-  percentile of cells. Goal <= 0.10.
+  percentile of cells.
 """
 
 from __future__ import annotations
@@ -38,16 +38,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.engine_process import EngineProcess, prompt_tokens
+from benchmarks.goals import GOALS, goal_table, is_met
 from benchmarks.measure import machine_line, rounded, save, table
 from benchmarks.planned_engine import CUTS, PlannedEngine
 
-_MOST_OVER = 1.05
-GOALS = {
-    "worst_cell_over_best": _MOST_OVER,
-    "surely_over": 0,
-    "geomean_over_single": 0.85,
-    "regret_p95": 0.10,
-}
 _MODELS = {
     "dense": (320, 1088, 4000, 16000),
     "dense-bench": (320, 1088, 4000),
@@ -106,7 +100,7 @@ class Measured:
     def is_surely_over(self) -> bool:
         """True if the median is above the goal with 95 % confidence."""
         least = max(median_at_least(self._ratios(policy)) for policy in _SINGLE_POLICIES)
-        return least > _MOST_OVER
+        return not is_met(least, GOALS["planner_grid"]["worst_cell_over_best"])
 
     def _ratios(self, policy: str) -> list[float]:
         """Planned divided by a policy, turn by turn."""
@@ -226,12 +220,6 @@ def _report(measured: list[Measured], figures: Mapping[str, float]) -> str:
         ]
         for m in measured
     ]  # fmt: skip
-    goals = [
-        [name, f"{figures[name]:.3f}", f"<= {goal:g}", "met" if figures[name] <= goal else "missed"]
-        for name, goal in GOALS.items()
-    ]
-    for name in ("worst_choice_over_best", "worst_alike", "geomean_limit"):
-        goals.append([name, f"{figures[name]:.3f}", "", ""])
     shares = []
     for model in dict.fromkeys(m.cell.model for m in measured):
         cells = [m for m in measured if m.cell.model == model]
@@ -242,7 +230,7 @@ def _report(measured: list[Measured], figures: Mapping[str, float]) -> str:
             f"{machine_line()}; medians",
             table(header, rows),
             table(["geomean over single", "planned", "limit"], shares),
-            table(["figure", "value", "goal", ""], goals),
+            goal_table("planner_grid", figures),
         ]
     )
 

@@ -153,12 +153,10 @@ class _Decisions(Predictions):
         self,
         tracker: RequestTracker,
         decision: RestoreDecision,
-        stored: Sequence[StoredChunk],
-        local_tokens: int,
         num_tokens: int,
     ) -> None:
-        super().on_decision(tracker, decision, stored, local_tokens, num_tokens)
-        self.latest, self.deepest = decision, stored[-1].chunk.end
+        super().on_decision(tracker, decision, num_tokens)
+        self.latest, self.deepest = decision, tracker.stored_tokens
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
 """`python -m benchmarks.router_corpora [--json]`: what the router adds, by kind of prompt, in ms.
 
 Prompts like those that vllm-router's own overhead harness sends, to four stub workers, one at a
-time: `hot64` (64 that come again), `cold` (never the same), `mixed90` (nine of ten hot),
-`long_shared_prefix` (the same but for the last 64 bytes) and `utf8` (hot, without ASCII), of 2 KiB
-to 1 MiB. The router names them, asks the directory and places by price. Each figure is the median
-through the router minus that of the same request sent directly, once the hot ones were all sent
-before. `hotspot`: the number of workers x
-the largest share of a worker, from 1 (even) to 4.
+time: `hot64` (64 that come again), `cold` (never the same, nor its beginning), `mixed90` (nine of
+ten hot), `long_shared_prefix` (the same but for the last 64 bytes) and `utf8` (hot, without ASCII),
+of 2 KiB to 1 MiB. The router names them, asks the directory and places by price. Each figure is the
+median through the router minus that of the same request sent directly, once the hot ones were all
+sent before. `hotspot`: the number of workers x the largest share of a worker, from 1 (even) to 4.
 """
 
 from __future__ import annotations
@@ -51,19 +50,18 @@ def prompts(corpus: str, size: int, count: int) -> Iterator[str]:
     wide = _WIDE * (1 + 2 * size // len(_WIDE.encode()))
     most_hot = num_hot(size)
 
-    def text(seed: int) -> str:
-        at = random.Random(seed).randrange(len(lines))
-        body = (lines[at:] + lines * (1 + size // len(lines)))[: size - 16]
-        return f"{seed:015d} {body}"
+    def text(name: str) -> str:
+        at = random.Random(name).randrange(len(lines))
+        return f"{name} {lines[at:]}{lines * (1 + size // len(lines))}"[:size]
 
     for number in range(count):
         is_hot = corpus == "hot64" or (corpus == "mixed90" and rng.random() < 0.9)
         if corpus == "utf8":
             yield f"{number % most_hot:015d} {wide}".encode()[:size].decode(errors="ignore")
         elif corpus == "long_shared_prefix":
-            yield text(1)[: size - _TAIL] + f"{number:0{_TAIL}d}"
+            yield text(corpus)[: size - _TAIL] + f"{number:0{_TAIL}d}"
         else:
-            yield text(number % most_hot if is_hot else 1_000 + number)
+            yield text(f"hot {number % most_hot}" if is_hot else f"{corpus} {size} {number}")
 
 
 async def measure(requests: int) -> tuple[list[list[str]], dict[str, float]]:

@@ -1,8 +1,7 @@
 """`python -m benchmarks.scheduler_hook [--json]`: the cost of one long prompt on the scheduler.
 
 `hook_ms_131k`: milliseconds on the scheduler's thread to match, plan, admit and order the load,
-without hashing (`hash_ms_131k`); the worst of three models, medians over rounds by turns. Goals
-<= 1 and <= 10.
+without hashing (`hash_ms_131k`); the worst of three models, medians over rounds by turns.
 `queue_us_1024`: microseconds to find the engine's load before a request, with 1,024 requests that
 decode and 1,024 that wait; it is a part of the match.
 
@@ -22,6 +21,7 @@ from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.goals import goal_table
 from benchmarks.measure import Samples, machine_line, publish, rounded, table, timed
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.layout import ArtifactLayout
@@ -36,7 +36,6 @@ from hetero_connector.spec.presets import PRESETS
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
 
-GOALS = {"hook_ms_131k": "<= 1", "hash_ms_131k": "<= 10"}
 PROMPT_TOKENS = 131_072
 CROWD = 1_024
 _FINGERPRINT = b"benchmark"
@@ -124,8 +123,7 @@ def main() -> None:
     arguments = parser.parse_args()
     timings = measure_all()
     figures = rounded(figures_of(timings))
-    rows = [[name, f"{value:.4g}", GOALS.get(name, "")] for name, value in figures.items()]
-    goals = table(["figure", "value", "goal"], rows)
+    goals = goal_table("scheduler_hook", figures)
     text = f"{machine_line()}; medians\n\n{report(timings)}\n\n{goals}"
     details = {name: vars(timing) for name, timing in timings.items()}
     publish("scheduler_hook", text, figures, details, as_json=arguments.json)

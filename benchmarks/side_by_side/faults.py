@@ -1,15 +1,18 @@
 """Breaks what contestants depend on, and looks at the next answers.
 
+A fault of stored state has a control: without the fault the first prompt must be restored. If it is
+not, there was nothing that the fault could break, and the outcome says so.
 A full disk needs a file system of its own, so that fault is run by root only.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from examples.serving import Reply, Server, logprob_distance
 
 HANG_S = 120.0
 _CORRUPTED_BYTES = 64
+_CORRUPTED_EVERY = 64 << 10
 
 
 def run_fault(name: str, arena: Arena, reference: Reference, row: Row) -> Outcome:
@@ -41,7 +45,9 @@ def _process_killed(arena: Arena, reference: Reference, row: Row) -> Outcome:
     if not arena.contestant.services(arena.place):
         return Outcome.NO_SUCH
     _start(arena)
-    arena.server.complete(arena.case.prompt(0), 8)
+    control = _control(arena, row, reference.answer(0), arena.server.reset_prefix_cache)
+    if control is not Outcome.RESTORED:
+        return control
     arena.server.reset_prefix_cache()
     arena.kill_services()
     return _outcome(arena, row, reference.answer(0))
@@ -50,7 +56,16 @@ def _process_killed(arena: Arena, reference: Reference, row: Row) -> Outcome:
 def _file_corrupted(arena: Arena, reference: Reference, row: Row) -> Outcome:
     if not arena.contestant.has_files:
         return Outcome.NO_SUCH
-    _end(arena)
+
+    def stop() -> None:
+        """Stop the services, too: only the files are left."""
+        arena.stop()
+        arena.stop_services()
+
+    control = _control(arena, row, reference.answer(0), stop)
+    if control is not Outcome.RESTORED:
+        return control
+    stop()
     for path in arena.place.folder.rglob("*"):
         # Small files are indexes and locks.
         if path.is_file() and path.stat().st_size >= 1 << 20:
@@ -61,7 +76,10 @@ def _file_corrupted(arena: Arena, reference: Reference, row: Row) -> Outcome:
 
 def _other_weights(arena: Arena, reference: Reference, row: Row) -> Outcome:
     """Change the weights where they are: many caches know a model by its path."""
-    _end(arena)
+    control = _control(arena, row, reference.answer(0), arena.stop)
+    if control is not Outcome.RESTORED:
+        return control
+    arena.stop()
     _change_weights(arena.checkpoint)
     log = arena.folder / "other-weights.log"
     try:
@@ -123,6 +141,22 @@ def _end(arena: Arena) -> None:
     arena.kill_services()
 
 
+def _control(arena: Arena, row: Row, right: Reply, forget: Callable[[], object]) -> Outcome:
+    """Ask for the first prompt after `forget`, which leaves no more than the fault will.
+
+    If it is computed, it has been stored now: it is asked for once more. Return RESTORED, or how
+    that failed.
+    """
+    for _ in range(2):
+        forget()
+        _start(arena)
+        outcome = _outcome(arena, row, right)
+        if outcome is not Outcome.COMPUTED:
+            return outcome
+        time.sleep(SETTLE_S)
+    return Outcome.NOTHING_KEPT
+
+
 def _outcome(arena: Arena, row: Row, right: Reply) -> Outcome:
     """Ask for the first prompt; say what comes."""
     pool = ThreadPoolExecutor(1)
@@ -142,14 +176,27 @@ def _outcome(arena: Arena, row: Row, right: Reply) -> Outcome:
 
 
 def _corrupt(path: Path) -> None:
-    """Invert some bytes at four places of a file."""
-    size = path.stat().st_size
+    """Invert some bytes in the middle of every 64 KiB that a file has; its holes stay holes."""
     with path.open("r+b") as file:
-        for part in range(4):
-            file.seek(size * (2 * part + 1) // 8)
-            found = file.read(_CORRUPTED_BYTES)
-            file.seek(-len(found), 1)
-            file.write(bytes(byte ^ 0xFF for byte in found))
+        for start, end in _written_ranges(file.fileno()):
+            for at in range(start, end, _CORRUPTED_EVERY):
+                middle = (at + min(at + _CORRUPTED_EVERY, end)) // 2
+                found = os.pread(file.fileno(), _CORRUPTED_BYTES, middle)
+                os.pwrite(file.fileno(), bytes(byte ^ 0xFF for byte in found), middle)
+
+
+def _written_ranges(fd: int) -> Iterator[tuple[int, int]]:
+    """Yield start and end of what is no hole; preallocated space is one until it is written."""
+    end = 0
+    while True:
+        try:
+            start = os.lseek(fd, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # no data from there on
+                raise
+            return
+        end = os.lseek(fd, start, os.SEEK_HOLE)
+        yield start, end
 
 
 def _change_weights(checkpoint: Path) -> None:

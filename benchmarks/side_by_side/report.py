@@ -155,12 +155,18 @@ def _costs(rows: Iterable[Row]) -> str:
         line += [_number(row.stream_ratio), _number(row.agents_ratio)]
         line += ["-" if stored is None else f"{stored:,.0f}"]
         line += [f"{row.useful_bytes / tokens:,.0f}" if row.useful_bytes else "-"]
-        line += [_number(row.over_disk_limit(x)) for x in ("limit", "verified limit")]
+        line += [_number(_over_disk_limit(row, x)) for x in ("limit", "verified limit")]
         line += [_number(row.start_s.get("restart"), 1)]
         line += ["-" if row.extra_processes is None else f"{row.extra_processes:+d}"]
         line += ["-" if memory is None else f"{memory:+,.0f}"]
         shown.append(line)
     return table(head, shown)
+
+
+def _over_disk_limit(row: Row, limit: str) -> float | None:
+    """Return the bandwidth over a disk's limit; None if the contestant keeps no files."""
+    contestant = CONTESTANTS.get(row.contestant)
+    return None if contestant and not contestant.has_files else row.over_disk_limit(limit)
 
 
 def _faults(rows: Sequence[Row]) -> str:

@@ -21,6 +21,8 @@ class Outcome(StrEnum):
     HANG = "hang"
     WRONG = "wrong"
     NOT_RUN = "not run"
+    NOTHING_KEPT = "nothing kept"
+    """Without the fault the prompt was not restored either, so the fault shows nothing."""
     NO_SUCH = "-"
     """The contestant has nothing that could fail so."""
 
@@ -34,6 +36,9 @@ class Row:
     model: str
     error: str | None = None
     """The stage that did not run, and why. What is before it was measured."""
+    rounds: int = 0
+    stages: list[str] = field(default_factory=list)
+    """The stages that were asked for, after the rounds."""
     prompt_tokens: int = 0
     useful_bytes: int = 0
     """The fewest bytes from which the prompt can be resumed."""
@@ -109,8 +114,10 @@ class Row:
     def over_disk_limit(self, limit: str = "limit") -> float | None:
         """The bandwidth of the restore after a restart, over a limit of `DirectDisk`.
 
-        `limit`: or "verified limit". None if it was not measured.
+        `limit`: or "verified limit". None if it was not measured, or if nothing was restored.
         """
+        if not self.restored_tokens.get("restart"):
+            return None
         after, limit_s = self.after_s.get("restart"), self.seconds.get(f"restart {limit}")
         if limit_s is None or after is None or self.added_s is None or after <= self.added_s:
             return None

@@ -12,14 +12,13 @@ they must share what was restored as they shared what was computed. Both are cou
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.engine_process import Engine, EngineProcess, prompt_tokens
-from benchmarks.measure import rounded, table
+from benchmarks.measure import machine_line, publish, rounded, table
 from benchmarks.side_by_side.environments import ROOT
 from examples.cpu_kernels import runnable
 from examples.serving import stop_servers_on_sigterm
@@ -159,10 +158,15 @@ def main() -> None:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         print(report(restarts[-1:]), flush=True)
-    print(f"\n{report(restarts)}")
-    if given.json:
-        found = {"figures": figures(restarts), "models": [asdict(x) for x in restarts]}
-        print(json.dumps(found))
+    print()
+    publish(
+        "shared_prefixes",
+        f"{machine_line()}\n\n{report(restarts)}",
+        figures(restarts),
+        {"models": [asdict(x) for x in restarts]},
+        as_json=given.json,
+        write=set(given.models) == set(MODELS),
+    )
 
 
 if __name__ == "__main__":

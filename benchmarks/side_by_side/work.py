@@ -389,7 +389,14 @@ def measure(
 
     `stages`: of `STAGES`, and faults. `fault` runs one. `keep` gets the row before each stage.
     """
-    row = Row(contestant.name, contestant.version, case.model)
+    row = Row(
+        contestant.name,
+        contestant.version,
+        case.model,
+        rounds=case.rounds,
+        stages=list(stages),
+        prompt_tokens=case.tokens,
+    )
     stage = "environment"
     try:
         arena = Arena(contestant, case, folder)
@@ -409,11 +416,11 @@ def measure(
             if not contestant.has_prefiller and contestant.transfer(arena.place) is not None:
                 for stage in stages:
                     keep(replace(run.row, error=f"{stage}: it was stopped here"))
-                    if stage == "streams" and case.streams:
+                    if stage == "streams":
                         run.streams()
-                    elif stage in STAGES[1:]:
+                    elif stage in STAGES:
                         run.after(stage)
-                    elif stage != "streams":
+                    else:
                         outcome = fault(stage, arena, reference, run.row)
                         run.row = replace(run.row, faults=run.row.faults | {stage: outcome})
         except Exception as error:
@@ -435,7 +442,7 @@ class _Run:
         size_bytes = useful_bytes(arena.checkpoint, case.tokens)
         memcpy = Memcpy(size_bytes)
         restored: list[int] = []
-        self.row = replace(self.row, useful_bytes=size_bytes, prompt_tokens=case.tokens)
+        self.row = replace(self.row, useful_bytes=size_bytes)
         before = arena.contestant.stored_bytes(arena.place, arena.server)
         for round_ in range(case.rounds):
             prompt = case.prompt(round_)

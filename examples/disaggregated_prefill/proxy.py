@@ -3,7 +3,7 @@
 A prefill is the same request with one output token and `do_remote_decode`. The decoder reads the
 state from the prefiller's DRAM: `do_remote_prefill` asks it to look there, and the prefiller's
 answer names the token to resume at. Nothing else is handed off, so a failed prefill costs only
-time: the decoder computes the prompt itself.
+time: the decoder computes the prompt itself. It also computes one that must not be stored.
 
     python -m examples.disaggregated_prefill.proxy --prefill URL ... --decode URL ...
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import logging
 import time
 import zlib
@@ -21,28 +20,16 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
+
+from ownership.router.doors import DOORS
+from ownership.router.handoffs import can_hand_off, decode_body, prefill_body
 
 CONNECT_S = 5.0
 PREFILL_S = 120.0
 RETRY_AFTER_S = 5.0
 """The pause before a prefiller that could not be reached, or did not answer, is asked again."""
-_ANSWER_FIELDS = {
-    "best_of",
-    "echo",
-    "kv_transfer_params",
-    "logprobs",
-    "max_completion_tokens",
-    "min_tokens",
-    "n",
-    "prompt_logprobs",
-    "stream_options",
-    "top_logprobs",
-    "use_beam_search",
-}
-"""Fields of a request that a prefill does not need, because its answer is not used."""
-_PREFILLER_HITS = "remote_prefill_cached_tokens"
-"""Not passed on: vLLM would count the prefiller's prefix hits as the decoder's."""
 _CONNECTION_HEADERS = {
     "connection",
     "content-length",
@@ -86,9 +73,10 @@ class Proxy:
             yield
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
+        content = await request.read()
         try:
-            body = json.loads(await request.read())
-        except ValueError as error:
+            body = msgspec.json.decode(content)
+        except (ValueError, RecursionError) as error:
             return _error(400, f"the body is not JSON: {error}")
         if not isinstance(body, dict):
             return _error(400, "the body is not a JSON object")
@@ -97,10 +85,16 @@ class Proxy:
             return _error(400, "kv_transfer_params is not a JSON object")
         session = body.get("session_id") or request.headers.get("X-Session-ID")
         session = session or params.get("session_id")
-        handed = await self._prefill(request, body)
-        if handed is not None:
-            body["kv_transfer_params"] = {**params, "do_remote_prefill": True, **handed}
-        return await self._relay(request, self._decoder(session), body)
+        answer = None
+        if can_hand_off(body):
+            prefill = prefill_body(DOORS[request.path].name, body)
+            answer = await self._prefill(request, prefill)
+        if answer is not None:
+            try:
+                content = decode_body(body, answer)
+            except ValueError as error:
+                logger.warning("a prefiller's answer is of no use: %s", error)
+        return await self._relay(request, self._decoder(session), content)
 
     async def _ask_a_decoder(self, request: web.Request) -> web.StreamResponse:
         return await self._relay(request, self._decoder(None), None)
@@ -110,13 +104,8 @@ class Proxy:
             return self._decoders[zlib.crc32(str(session).encode()) % len(self._decoders)]
         return min(self._decoders, key=self._outstanding.__getitem__)
 
-    async def _prefill(
-        self, request: web.Request, body: Mapping[str, Any]
-    ) -> Mapping[str, Any] | None:
-        """Return the `kv_transfer_params` of a prefiller's answer; None if no prefill succeeded."""
-        short = {name: value for name, value in body.items() if name not in _ANSWER_FIELDS}
-        short |= {"max_tokens": 1, "stream": False}
-        short["kv_transfer_params"] = {"do_remote_decode": True}
+    async def _prefill(self, request: web.Request, body: bytes) -> bytes | None:
+        """Return a prefiller's answer; None if no prefill succeeded."""
         headers = _forwarded(request.headers)
         for server in sorted(self._prefillers, key=self._outstanding.__getitem__):
             if time.monotonic() < self._skip_until_s[server]:
@@ -127,7 +116,7 @@ class Proxy:
                 with self._counted(server):
                     post = self._client.post(
                         server + request.path,
-                        data=_encoded(short),
+                        data=io.BytesIO(body),
                         headers=headers,
                         timeout=self._prefill_timeout,
                     )
@@ -142,20 +131,21 @@ class Proxy:
             if answer.status != 200:
                 logger.warning("the prefiller %s answered %d", server, answer.status)
                 return None
-            return _handoff_of(content)
+            return content
         return None
 
     async def _relay(
-        self, request: web.Request, server: str, body: Mapping[str, Any] | None
+        self, request: web.Request, server: str, body: bytes | None
     ) -> web.StreamResponse:
         """Stream the decoder's answer to the client."""
         response: web.StreamResponse | None = None
         headers = _forwarded(request.headers)
         url = server + request.path
+        data = None if body is None else io.BytesIO(body)
         try:
             with self._counted(server):
                 async with self._client.request(
-                    request.method, url, data=_encoded(body), headers=headers
+                    request.method, url, data=data, headers=headers
                 ) as answer:
                     response = web.StreamResponse(
                         status=answer.status, headers=_forwarded(answer.headers)
@@ -179,21 +169,6 @@ class Proxy:
             yield
         finally:
             self._outstanding[server] -= 1
-
-
-def _encoded(body: Mapping[str, Any] | None) -> io.BytesIO | None:
-    return None if body is None else io.BytesIO(json.dumps(body).encode())
-
-
-def _handoff_of(content: bytes) -> Mapping[str, Any]:
-    try:
-        params = json.loads(content).get("kv_transfer_params")
-    except (ValueError, AttributeError) as error:
-        logger.warning("a prefiller's answer is no JSON object: %s", error)
-        return {}
-    if not isinstance(params, dict):
-        return {}
-    return {name: value for name, value in params.items() if name != _PREFILLER_HITS}
 
 
 def _forwarded(headers: Mapping[str, str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 from ray.serve.llm import build_openai_app, build_pd_openai_app
 
 from examples.ray_serve.backend import register_backend
-from examples.ray_serve.parameters import engine_configs, expand_variables
+from examples.ray_serve.parameters import engine_configs, expand_arguments
 from ownership.router.ray_serve.placing import replica_config
 
 ROUTER = "ownership.router.ray_serve.router:OwnerRouter"
@@ -18,10 +18,11 @@ def build(args: dict[str, Any]) -> Any:
 
     With `prefill_config` and `decode_config` they go to `build_pd_openai_app`, with `llm_configs`
     to `build_openai_app`. Both find our backend, which this registers first. Raises
-    RouterConfigError for wrong arguments of a router, which Ray would only log later.
+    RouterConfigError for wrong arguments of a router, which Ray would only log later, and
+    ValueError for an engine's configuration that is neither a mapping nor the path of a YAML file.
     """
     register_backend()
-    expanded = expand_variables(args)
+    expanded = expand_arguments(args)
     for config in engine_configs(expanded):
         router = config.get("deployment_config", {}).get("request_router_config", {})
         if router.get("request_router_class") == ROUTER:

@@ -12,12 +12,8 @@ from examples.ray_serve.internals import (
     KVConnectorBackendFactory,
     clamp_request_to_single_token,
 )
-from examples.ray_serve.parameters import (
-    decode_parameters,
-    own_configuration,
-    prefill_parameters,
-    replica_name,
-)
+from examples.ray_serve.parameters import own_configuration, replica_name
+from ownership.router.handoffs import decode_parameters, prefill_parameters
 
 CONNECTOR = "HeteroConnector"
 
@@ -49,7 +45,7 @@ class HeteroBackend(BaseConnectorBackend):
         )
 
     def prepare_prefill_request(self, *, request: Any, peer: dict[str, Any] | None) -> Any:
-        """Return the request for the prefiller: one token, and the client's own parameters."""
+        """Return the request for the prefiller: one token, and what the client allows to store."""
         prefill = request.model_copy(deep=True)
         prefill.kv_transfer_params = prefill_parameters(request.kv_transfer_params)
         clamp_request_to_single_token(prefill)

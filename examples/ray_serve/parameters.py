@@ -1,4 +1,4 @@
-"""The configuration of one replica, and the request parameters of a handoff. No Ray is needed."""
+"""The configuration of one replica, and the arguments of an application. No Ray is needed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_PREFILLERS_HITS = "remote_prefill_cached_tokens"
-"""With this field of vLLM's, the usage of an answer reports the prefiller's hits, not all."""
+import yaml
 
 
 def replica_name(application: str, deployment: str, rank: int) -> str:
@@ -35,18 +34,30 @@ def own_configuration(extra: Mapping[str, Any], name: str, address: str) -> dict
     return own
 
 
-def prefill_parameters(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return `kv_transfer_params` for the prefiller: the client's, and that another decodes."""
-    return {**(given or {}), "do_remote_decode": True, "do_remote_prefill": False}
+def expand_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of one of Ray's builders, with variables and files read.
+
+    A file is an engine's configuration that is given by its path. Raises ValueError for a
+    configuration that is neither a path nor a mapping, and for a variable that is not set.
+    """
+    found: dict[str, Any] = expand_variables(args)
+    for name in ("prefill_config", "decode_config"):
+        if name in found:
+            found[name] = _engine_config(found[name])
+    if found.get("llm_configs"):
+        found["llm_configs"] = [_engine_config(x) for x in found["llm_configs"]]
+    return found
 
 
-def decode_parameters(
-    given: Mapping[str, Any] | None, answered: Mapping[str, Any] | None
-) -> dict[str, Any] | None:
-    """Return `kv_transfer_params` for the decoder: the client's, and the prefiller's answer."""
-    merged = {**(given or {}), **(answered or {})}
-    merged.pop(_PREFILLERS_HITS, None)
-    return merged or None
+def _engine_config(given: Any) -> dict[str, Any]:
+    if isinstance(given, str):
+        given = expand_variables(yaml.safe_load(Path(given).read_text()))
+    if not isinstance(given, dict):
+        raise ValueError(
+            "an engine's configuration is a mapping, or the path of a YAML file with one, "
+            f"and not of type {type(given).__name__}"
+        )
+    return given
 
 
 def engine_configs(args: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -66,14 +66,15 @@ def calibrate(
     model: str,
     engine_arguments: Mapping[str, Any],
     ssd_dir: Path | None,
-    dram_gib: float,
+    dram_gib: float | None = None,
     connector: Mapping[str, Any] | None = None,
 ) -> Calibration:
     """Run an engine for `model` and learn its costs. Takes a minute or more.
 
     `engine_arguments` are vLLM's and `connector` is HeteroConnector's extra config, as the engine
-    will be served with; keys for SSD, fleet and profile are ignored. `ssd_dir` is the directory of
-    the future SSD tier; a directory inside it is used and removed. Raises UnsupportedModelError if
+    will be served with; its `planner` and keys for SSD, fleet and profile are ignored. `ssd_dir` is
+    the directory of the future SSD tier; a directory inside it is used and removed. Without
+    `dram_gib` the DRAM tier has the connector's, or 1 GiB. Raises UnsupportedModelError if
     HeteroConnector stores nothing for the model, EngineStartError if vLLM refuses the model or its
     arguments, and ConfigError for the connector's config.
     """
@@ -82,11 +83,13 @@ def calibrate(
     # The engine core runs in this process, so that its connector can be read.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     given = {key: value for key, value in (connector or {}).items() if key not in _LEFT_OUT}
-    extra: dict[str, Any] = {"checkpoints": "full", **given}
-    extra |= {"dram_gib": dram_gib, "planner": "always_load"}
+    extra: dict[str, Any] = {"checkpoints": "full", "dram_gib": 1.0, **given}
+    extra["planner"] = "always_load"
+    if dram_gib is not None:
+        extra["dram_gib"] = dram_gib
     with tempfile.TemporaryDirectory(dir=ssd_dir, prefix="calibration-") as scratch:
         if ssd_dir is not None:
-            extra |= {"ssd_dir": scratch, "ssd_gib": dram_gib}
+            extra |= {"ssd_dir": scratch, "ssd_gib": extra["dram_gib"]}
         engine = _Engine(model, engine_arguments, extra)
         try:
             computed, costs = list(engine.teach(on_ssd=ssd_dir is not None)), engine.costs

@@ -118,7 +118,10 @@ class StepTiming(NamedTuple):
 
     step: int
     forward_s: float
-    """Seconds of the forward pass, without its waits for loads."""
+    """Seconds of the forward pass, without its waits for loads.
+
+    With vLLM's first runner on CUDA a later pipeline stage's wait for the one before is included.
+    """
     load_s: float
     """Seconds of copying, also where the forward hid it; on the host, summed over threads."""
 

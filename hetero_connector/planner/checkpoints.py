@@ -27,6 +27,8 @@ PERIODS = (1, 2, 4, 8, 16, 32, 64, NEVER)
 period stay useful under a shorter one. The best of them costs at most 6% more than the best of
 all periods (a/p + bp at a factor of sqrt(2) from its minimum)."""
 _LONGEST = PERIODS[-2]
+_MAX_STEPS = 1024
+"""Chunks among which the nearest kept boundary is looked for, at every admission."""
 _PRIOR_NEW_CHUNKS = 32
 _STEP_TOKENS = 2048
 """Assumed step size of an engine without a limit."""
@@ -321,9 +323,9 @@ class KeptBoundaries:
     def steps_to(self, keys: Iterable[ChunkKey]) -> int | None:
         """Count the `keys`, a chain from its end backwards, up to the first kept boundary.
 
-        None if there is none within the longest period; beyond it makes no difference.
+        None if there is none among the first 1,024: then `NEVER` costs more than it should.
         """
-        for steps, key in zip(range(_LONGEST), keys, strict=False):
+        for steps, key in zip(range(_MAX_STEPS), keys, strict=False):
             if key in self._keys:
                 return steps
         return None

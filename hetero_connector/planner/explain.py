@@ -61,7 +61,10 @@ def _in_words(decision: RestoreDecision, chosen: RestoreCandidate) -> list[str]:
     others = [way for way in decision.candidates() if not way.chosen]
     lines.append(f"Compute all {prompt - local:,} tokens: {seconds} to the first token.")
     if not others:
-        return [*lines, "Nothing is stored that this prompt begins with."]
+        if considered.boundaries is None:
+            return [*lines, "Nothing is stored that this prompt begins with."]
+        stored = f"{considered.boundaries.ends[-1]:,.0f} tokens of it are stored"
+        return [*lines, f"{stored}, but there is no boundary at which it can resume."]
     best = min(others, key=lambda way: way.terms.total_s)
     return [
         *lines,

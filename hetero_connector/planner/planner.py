@@ -101,13 +101,15 @@ class RestorePlanner:
         load: EngineLoad,
         *,
         may_replay: bool = True,
+        deadline_s: float = math.inf,
     ) -> RestoreDecision:
         """Decide what to restore of `stored`, one unbroken chain from the first chunk.
 
         The engine has the state of the first `local_tokens`. A boundary is at most
         `limit_tokens`: a chunk that ends after that is cut, if the model's state can be. All
         `prompt_tokens` must be restored or computed. `may_replay`: False if this request's windows
-        cannot be rebuilt. Loading wins a tie, and the deeper boundary.
+        cannot be rebuilt. `deadline_s`: the time left, if it is less than the planner's own.
+        Loading wins a tie, and the deeper boundary.
         """
         pricing = Pricing(self._grid, self.costs, self._tables, prompt_tokens, load)
         cut_tokens = self._grid.model.last_cut(limit_tokens)
@@ -118,7 +120,7 @@ class RestorePlanner:
             pricing.load_times(boundaries) if boundaries else None,
             local_tokens,
             replay_tokens=self._replay_tokens if may_replay else 0,
-            deadline_s=self._deadline_s,
+            deadline_s=min(deadline_s, self._deadline_s),
         )
         if self.mode == "cost":
             return RestoreDecision(*considered.cheapest(), considered)

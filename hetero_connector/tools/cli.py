@@ -231,7 +231,10 @@ def calibrate(
     ssd_dir: Annotated[
         Path | None, typer.Option(help="Measure restores from SSD, too, in this directory.")
     ] = None,
-    dram_gib: Annotated[float, typer.Option(help="Size of the DRAM tier.")] = 1.0,
+    dram_gib: Annotated[
+        float | None,
+        typer.Option(help="Size of the DRAM tier; else that of --connector-args, or 1."),
+    ] = None,
     engine_args: Annotated[
         Any,
         typer.Option(parser=_json_object, metavar="JSON", help="Arguments for vLLM, an object."),
@@ -292,7 +295,7 @@ def explain(
         bool, typer.Option("--in-dram", help="Assume that all state is in DRAM, not on SSD.")
     ] = False,
     rows: Annotated[
-        int | None, typer.Option(help=f"Ways to show; {_ROWS} if this is not set.")
+        int | None, typer.Option(min=1, help=f"Ways to show; {_ROWS} if this is not set.")
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Show every way.")] = False,
     as_json: Json = False,

@@ -52,10 +52,14 @@ class Explanation:
     settings: EngineSettings
     settings_from: str
     costs_from: str
+    tier: Tier
+    """The tier in which all state was assumed to be."""
 
     def assumptions(self) -> str:
         """Return the assumptions as two paragraphs of text."""
-        assumed = f"Assumed: an idle engine, {self.settings} ({self.settings_from})."
+        place = "in DRAM" if self.tier is Tier.DRAM else "on SSD"
+        assumed = f"Assumed: all state {place}, an idle engine, {self.settings}"
+        assumed += f" ({self.settings_from})."
         paragraphs = (assumed, f"Costs: {self.costs_from}.")
         wrapper = textwrap.TextWrapper(_WIDTH, break_on_hyphens=False, break_long_words=False)
         return "\n".join(map(wrapper.fill, paragraphs))
@@ -65,6 +69,7 @@ class Explanation:
         assumed = asdict(self.settings) | {
             "settings_from": self.settings_from,
             "costs_from": self.costs_from,
+            "tier": self.tier.value,
         }
         return as_json(self.decision) | {"assumed": assumed}
 
@@ -77,11 +82,12 @@ def decide(
     `directory`: one model's directory. `profile`: the file of a `CostProfile`. Raises StoreError,
     also for a bad profile or that of another model, and ValueError for a bad token id.
     """
+    tier = Tier.DRAM if in_dram else Tier.SSD
     journal = Journal.open_copy(directory / JOURNAL_NAME)
     try:
         description, fingerprint = journal.meta.description, journal.meta.fingerprint
         layout = _described(directory, _layout, description)
-        index = _index(journal, Tier.DRAM if in_dram else Tier.SSD, layout.chunk_tokens)
+        index = _index(journal, tier, layout.chunk_tokens)
     finally:
         journal.close()
     known = len(token_ids)
@@ -118,6 +124,7 @@ def decide(
         settings,
         "recorded by its last engine" if recorded else "defaults: its last engine recorded none",
         costs_from,
+        tier,
     )
 
 

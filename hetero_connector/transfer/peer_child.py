@@ -149,7 +149,9 @@ class PeerChild:
                     self._on_frame(frame)
         except BlockingIOError:
             return
-        except (OSError, ValueError, PeerError) as e:
+        except OSError:
+            pass  # it has ended
+        except (ValueError, PeerError) as e:
             self.give_up(f"it sent a malformed message: {e}")
         self._process.kill()
         if self._process.poll() is not None:

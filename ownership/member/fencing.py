@@ -21,8 +21,9 @@ from ownership.directory.identifiers import NO_TOKEN, Epoch, Token
 
 HORIZON_S = 30.0
 """Longest time from asking the directory to using the answer."""
-CAPACITY = 65_536
-"""Artifacts, and epochs, remembered."""
+CAPACITY = 1 << 18
+"""Artifacts, and epochs, remembered. A chain of a million tokens has some 20,000 artifacts, and
+each lookup adds its own."""
 
 _K = TypeVar("_K")
 

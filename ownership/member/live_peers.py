@@ -16,10 +16,6 @@ from ownership.directory import Worker
 from ownership.directory.identifiers import Epoch, Token
 from ownership.member.fencing import HORIZON_S, Fence
 
-_CAPACITY = 1 << 18
-"""Artifacts remembered. A chain of a million tokens has some 20,000, and each lookup adds its
-own."""
-
 
 class LivePeers:
     """Implements the `Peers` port of `hetero_connector.store.peers`. Thread-safe."""
@@ -34,7 +30,7 @@ class LivePeers:
         self._lease_s = lease_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._fence = Fence(clock, horizon_s, _CAPACITY)
+        self._fence = Fence(clock, horizon_s)
         self._cards: dict[int, bytes] = {}
         """The cards of live workers, by epoch."""
         self._asked_s = float("-inf")

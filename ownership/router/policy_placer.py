@@ -7,6 +7,7 @@ placer counts on what it knows itself: where a session was served last, and how 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 import time
@@ -30,7 +31,7 @@ from ownership.router.placer import Candidates, Forecast, LeastLoaded, Placed, P
 from ownership.router.reports import LoadReport
 from ownership.router.requests import RouterRequest
 from ownership.router.shared_ledger import SharedLedger
-from ownership.router.view import Certainty, PrefixViews, PromptView
+from ownership.router.view import Certainty, PrefixViews, PromptView, Reason
 from ownership.router.workers import Worker
 from ownership.scheduling import (
     Ledger,
@@ -56,6 +57,8 @@ _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _SESSION_HEADERS = [(name, name.encode()) for name in SESSION_HEADERS]
 _BYTES_PER_TOKEN = 4
 """A guess, for a body whose tokens are not known."""
+_DIRECTORY_DOWN = frozenset({Reason.DIRECTORY_FAILED, Reason.DIRECTORY_LATE})
+"""Reasons for which workers may not find each other's state either."""
 _MEDIA = (b";base64,", b'"data":"', b'"data": "')
 """The begins of media in a body, up to the next quote. To look for them costs less than a parse."""
 
@@ -83,6 +86,8 @@ class _Planned(Placed):
     """The client's body until the prefill has ended; None without one."""
     sent_s: float = 0.0
     first_byte_s: float | None = None
+    first_token: asyncio.TimerHandle | None = None
+    """The prediction of an answer that is not streamed; None for others."""
 
     def forecast(self) -> Forecast | None:
         decision = self.decision
@@ -148,7 +153,7 @@ class PolicyPlacer:
             return
         self._roles = dict(roles)
         engines = self._views.fleet.engines()
-        readers = {x.server for x in engines if x.published.is_shared}
+        readers = {x.server for x in engines if x.published.is_shared and x.published.worker}
         self._can_hand_off = len(self._roles) > 1 and self._roles.keys() <= readers
         fleet = self._figures.fleet(self._roles, [x.published for x in engines])
         if self._ledger is None:
@@ -188,6 +193,8 @@ class PolicyPlacer:
         if isinstance(placed, _Planned) and self._ledger is not None:
             placed.sent_s, placed.decision = now_s, None
             self._ledger.sent(placed, Work.of(placed.step, placed.placement), now_s)
+            if placed.prefill is None:
+                self._expect_first_token(placed, self._ledger)
 
     def on_prefilled(self, placed: Placed, answer: bytes, problem: str, now_s: float) -> None:
         if not isinstance(placed, _Planned) or self._ledger is None or placed.decoded is None:
@@ -209,6 +216,7 @@ class PolicyPlacer:
             self._ledger.handed_off(placed, now_s)
             if placed.prefill is not None:
                 self._compare(placed, placed.prefill.worker, answer_id(answer))
+        self._expect_first_token(placed, self._ledger)
         if placed.record is not None:
             placed.record.prefill_s = now_s - placed.sent_s
             placed.record.prefill_problem = problem or None
@@ -221,6 +229,7 @@ class PolicyPlacer:
     def on_ended(self, placed: Placed, num_events: int, now_s: float) -> None:
         if not isinstance(placed, _Planned) or self._ledger is None:
             return
+        _stop_expecting(placed)
         output_tokens = num_events if placed.request.is_stream else int(self._ledger.output_tokens)
         self._ledger.ended(placed, output_tokens, now_s)
         step = placed.step
@@ -232,8 +241,20 @@ class PolicyPlacer:
 
     def on_failed(self, placed: Placed, now_s: float) -> None:
         if isinstance(placed, _Planned) and self._ledger is not None:
+            _stop_expecting(placed)
             self._ledger.failed(placed, now_s)
             self._write(placed, now_s, None, has_failed=True)
+
+    def _expect_first_token(self, placed: _Planned, ledger: Ledger) -> None:
+        """Count an answer that is not streamed as begun when that is predicted.
+
+        Its first byte comes at its end, so the prompt would count as queued for all of the decode.
+        """
+        ttft_s = placed.predicted_ttft_s
+        if not placed.request.is_stream and ttft_s is not None and math.isfinite(ttft_s):
+            placed.first_token = asyncio.get_running_loop().call_later(
+                ttft_s, lambda: ledger.first_token(placed, time.monotonic())
+            )
 
     def _decide(
         self,
@@ -249,10 +270,11 @@ class PolicyPlacer:
         ledger, by_name = self._ledger, self._by_name
         assert ledger is not None  # there is a candidate
         session_id = _session_id(request, body)
-        view, step = self._step(request, body, session_id, view, ledger)
+        is_readable = self._can_hand_off and not self._views.unlisted
+        is_readable &= _DIRECTORY_DOWN.isdisjoint(view.reasons)
+        view, step = self._step(request, body, session_id, view, ledger, is_readable=is_readable)
         if isinstance(ledger, SharedLedger):
             view = view.with_doubts(ledger.doubts(now_s))
-        is_readable = self._can_hand_off and not self._views.unlisted
         is_whole = request.is_whole or not (is_readable and can_hand_off(body))
         policy = self._whole_policy if is_whole else self._policy
         fleet = ledger.view(now_s)
@@ -310,10 +332,13 @@ class PolicyPlacer:
         session_id: str,
         view: PromptView,
         ledger: Ledger,
+        *,
+        is_readable: bool,
     ) -> tuple[PromptView, Step]:
         """Return the request as a step.
 
-        A view that is not exact gets what the session's last turn has left, if that is more.
+        A view that is not exact gets what the session's last turn has left, if that is more: in
+        DRAM if the workers can read from each other (`is_readable`), else in the engine's pages.
         """
         last = self._sessions.get(session_id)
         prompt_tokens = view.prompt_tokens or _guessed_tokens(request.body)
@@ -325,7 +350,10 @@ class PolicyPlacer:
         ):
             known = view.prefixes.get(last.worker, WorkerPrefix())
             if known.local_tokens < boundary:
-                prefixes = {**view.prefixes, last.worker: WorkerPrefix(0, boundary, boundary)}
+                left = WorkerPrefix(boundary, known.dram_tokens, boundary)
+                if is_readable:
+                    left = WorkerPrefix(known.hbm_tokens, boundary, boundary)
+                prefixes = {**view.prefixes, last.worker: left}
                 view = replace(view, prefixes=prefixes, certainty=Certainty.DEGRADED)
         owner = ledger.sessions.owner(session_id)
         forked = ledger.sessions.has_sibling(session_id, boundary)
@@ -367,6 +395,11 @@ class PolicyPlacer:
         record.total_s = now_s - placed.sent_s
         record.events, record.failed = events, has_failed
         self._log.write(record, _longest(placed.view))
+
+
+def _stop_expecting(placed: _Planned) -> None:
+    if placed.first_token is not None:
+        placed.first_token.cancel()
 
 
 def _decoded(body: bytes) -> object:

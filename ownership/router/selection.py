@@ -169,6 +169,7 @@ class SelectionDoors:
         door = DOORS[path]
         request = replace(request, door=door, target=path, headers=headers, body=body)
         read_fields(request)
+        request.is_stream |= asked.token_ids is not None  # its proxy tells its first token
         return asked, request
 
     def _answering(

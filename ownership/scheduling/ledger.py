@@ -182,7 +182,8 @@ class Ledger:
         """
         self._fleet, self.limits = fleet, limits or LedgerLimits()
         most = self.limits.max_sessions
-        self.sessions = SessionTable(think_times or ThinkTimes(most), most)
+        times = ThinkTimes(most) if think_times is None else think_times
+        self.sessions = SessionTable(times, most)
         self.output_tokens = 256.0
         """Moving mean of the answers' tokens: the length that is expected of the next."""
         self.lost_requests = 0
@@ -192,8 +193,8 @@ class Ledger:
         self._workers = {name: _Worker() for name in fleet.names}
         self._demand = PrefillDemand()
         self._changed = set(fleet.names)
-        self._trusted: deque[tuple[float, str]] = deque()
-        """Reports that name requests of others, with the time until when they are trusted."""
+        self._trusted: dict[str, float] = {}
+        """The workers that others use, and until when that is trusted; the oldest report first."""
 
     def __len__(self) -> int:
         """Return the number of requests in flight."""
@@ -263,7 +264,7 @@ class Ledger:
             self.output_tokens += _OUTPUT_WEIGHT * (output_tokens - self.output_tokens)
             worker = self._workers[flight.at]
             worker.residence_s += _RESIDENCE_WEIGHT * (now_s - flight.since_s - worker.residence_s)
-        self._remove(request, flight, now_s)
+        self._remove(request, flight, now_s, is_answered=True)
 
     def failed(self, request: Hashable, now_s: float) -> None:
         """A request has ended without an answer: nothing is learned from it."""
@@ -284,8 +285,9 @@ class Ledger:
         if own is not None:
             found.others = self._others(load, own)
         self._changed.add(worker)
+        self._trusted.pop(worker, None)
         if found.others != NO_OTHERS:
-            self._trusted.append((at_s + self.limits.trust_s, worker))
+            self._trusted[worker] = at_s + self.limits.trust_s
 
     def accepts(self, worker: str, accepting: bool) -> None:
         """A worker accepts requests from now on, or none: it drains or does not answer."""
@@ -306,11 +308,13 @@ class Ledger:
     def view(self, now_s: float) -> FleetView:
         """Return the fleet with its loads as of now."""
         self._changed |= self.sessions.expire(now_s)
-        while self._trusted and self._trusted[0][0] <= now_s:
-            _, name = self._trusted.popleft()
-            worker = self._workers.get(name)
-            if worker is not None and worker.reported_s + self.limits.trust_s <= now_s:
-                worker.others = NO_OTHERS
+        while self._trusted:
+            name, until_s = next(iter(self._trusted.items()))
+            if until_s > now_s:
+                break
+            del self._trusted[name]
+            if name in self._workers:
+                self._workers[name].others = NO_OTHERS
                 self._changed.add(name)
         for name in self._changed & self._workers.keys():
             self._fleet.set_load(name, self.load(name))
@@ -400,12 +404,16 @@ class Ledger:
             now_s,
         )
 
-    def _remove(self, request: Hashable, flight: _InFlight, now_s: float) -> None:
+    def _remove(
+        self, request: Hashable, flight: _InFlight, now_s: float, *, is_answered: bool = False
+    ) -> None:
         del self._in_flight[request]
         self._take(request, flight, now_s)
-        work = flight.work
-        if work.session_id:
-            self._changed |= self.sessions.on_turn_end(work.session_id, work.boundary_tokens, now_s)
+        session_id, boundary_tokens = flight.work.session_id, flight.work.boundary_tokens
+        if session_id and is_answered:
+            self._changed |= self.sessions.on_turn_end(session_id, boundary_tokens, now_s)
+        elif session_id:
+            self.sessions.on_turn_failed(session_id, boundary_tokens, now_s)
 
     def _give_up_old(self, now_s: float) -> None:
         while True:

@@ -99,13 +99,8 @@ class SessionTable:
     def on_turn_end(self, session_id: str, boundary_tokens: int, now_s: float) -> set[str]:
         """A turn is over. Returns the workers whose `returning` has changed."""
         expected = self._think_times.on_turn_end(session_id, now_s)
-        session = self._sessions.get(session_id)
-        if session is None:
-            return set()
-        others = session.in_flight.pop(boundary_tokens, 1) - 1
-        if others:
-            session.in_flight[boundary_tokens] = others
-        if expected is None:  # or another turn is under way
+        session = self._take_turn(session_id, boundary_tokens)
+        if session is None or expected is None:  # or another turn is under way
             return set()
         changed = self._end_wait(session_id)
         idle = _Idle(session.owner, expected.probability / (LATE - EARLY), session.tokens)
@@ -116,6 +111,17 @@ class SessionTable:
         self._returning_tokens[idle.owner] = tokens
         self._num_idle[idle.owner] += 1
         return changed | {idle.owner}
+
+    def on_turn_failed(self, session_id: str, boundary_tokens: int, now_s: float) -> None:
+        """A turn has ended without an answer. It may be sent again, which is no return.
+
+        So the session is not waited for, and its own think times are learned anew.
+        """
+        session = self._take_turn(session_id, boundary_tokens)
+        if session is not None and session.in_flight:
+            self._think_times.on_turn_end(session_id, now_s)  # nothing is waited for meanwhile
+        else:
+            self._think_times.forget(session_id)
 
     def expire(self, now_s: float) -> set[str]:
         """Expect overdue sessions no more. Returns the workers whose `returning` has changed."""
@@ -129,6 +135,15 @@ class SessionTable:
         for session_id in [x for x, session in self._sessions.items() if session.owner == worker]:
             self._end_wait(session_id)
             del self._sessions[session_id]
+
+    def _take_turn(self, session_id: str, boundary_tokens: int) -> _Session | None:
+        """Take a turn from those under way; return its session, None if that is not known."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            others = session.in_flight.pop(boundary_tokens, 1) - 1
+            if others:
+                session.in_flight[boundary_tokens] = others
+        return session
 
     def _end_wait(self, session_id: str) -> set[str]:
         idle = self._idle.pop(session_id, None)

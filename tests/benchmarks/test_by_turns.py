@@ -26,6 +26,15 @@ def test_every_common_figure_is_compared(tmp_path: Path, monkeypatch: pytest.Mon
     assert "1.500" in text
 
 
+def test_two_runs_without_a_common_figure_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = checkout(tmp_path / "before", '{"figures": {"wait_ms": 2.0}}')
+    monkeypatch.setattr(by_turns, "HERE", checkout(tmp_path / "after", '{"wait_ms": 2.0}'))
+    with pytest.raises(SystemExit, match="made_up --quick: the checkouts have no figure in common"):
+        by_turns.compare(before, ["made_up", "--quick"], turns=1)
+
+
 def test_a_benchmark_that_fails_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from heterocache_cuda.bounce import BounceBuffer
 from heterocache_cuda.driver import CudaError
-from heterocache_cuda.mover import Moves, PageMover
+from heterocache_cuda.mover import LaunchSizes, Mode, Moves, PageMover, Part
 
-from benchmarks.gpu_check import processes, running, stand_ins
+from benchmarks.gpu_check import processes, running, speed, stand_ins
 from benchmarks.gpu_check.__main__ import FAILED, NOTHING_TO_CHECK_ON, PASSED, main
 from benchmarks.gpu_check.order import check_events, check_graph
 from benchmarks.gpu_check.running import CHECKS, setting_of
-from benchmarks.gpu_check.setting import SMALL, Setting, Verdict
-from benchmarks.gpu_check.speed import check_bandwidth, check_pinning
+from benchmarks.gpu_check.setting import FULL, SMALL, Setting, Sizes, Verdict
+from benchmarks.gpu_check.speed import check_bandwidth, check_bounce, check_pinning
 
 ROOT = Path(__file__).parents[2]
 
@@ -126,6 +127,35 @@ def test_a_slow_mover_fails(setting: Setting, monkeypatch: pytest.MonkeyPatch) -
     result = check_bandwidth(setting)
     assert result.verdict is Verdict.FAIL
     assert result.summary == "slow: load_16K 0.50; slow: save_16K 0.50"
+
+
+@pytest.mark.parametrize("sizes", [FULL, SMALL], ids=["full", "small"])
+def test_a_launch_has_the_programs_that_its_column_names(sizes: Sizes) -> None:
+    """Every layer is a job with the same number of programs, so a remainder is left out."""
+    for programs in sizes.programs:
+        launch = LaunchSizes(programs=programs, most_programs_per_job=programs)
+        assert launch.programs_per_job(sizes.layers) * sizes.layers == programs
+
+
+def test_the_first_move_through_the_buffer_is_not_timed(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compiles the kernel."""
+    moved: list[Mode] = []
+    real = BounceBuffer.move
+
+    def move(buffer: BounceBuffer, mode: Mode, part: Part) -> None:
+        moved.append(mode)
+        real(buffer, mode, part)
+
+    def timed(job: Callable[[], object]) -> float:
+        assert moved == [Mode.SAVE]
+        job()
+        return 1.0
+
+    monkeypatch.setattr(BounceBuffer, "move", move)
+    monkeypatch.setattr(speed, "timed", timed)
+    assert check_bounce(setting).verdict is Verdict.PASS
 
 
 def test_memory_that_cannot_be_pinned_is_an_error(

@@ -99,6 +99,21 @@ def test_steps_and_the_public_setup(
     assert row.split()[-2:] == ["71", "49"]
 
 
+def test_a_public_setup_that_fails_costs_no_other_step_its_figures(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_model(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("no such model")
+
+    monkeypatch.setattr(gpu_serve, "run_step", lambda name: (True, {"worst": 2.5}, "said"))
+    monkeypatch.setattr(gpu_serve.measure_public, "__defaults__", (no_model,))
+    arguments = ["--only", "restore", "--only", "public", "--model", "x", "--json", "--no-files"]
+    assert gpu_serve.main(arguments) == gpu_serve.FAILED
+    printed = capsys.readouterr().out
+    assert "no such model" in printed
+    assert json.loads(printed.splitlines()[-1]) == {"worst": 2.5}
+
+
 def test_a_step_without_an_end_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(command: list[str], timeout: float, **options: Any) -> Any:
         raise subprocess.TimeoutExpired(command, timeout)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+from argparse import Namespace
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from aiohttp import web
 
-from benchmarks import live_redrawn
+from benchmarks import live_policies, live_redrawn
 from benchmarks.live_client import Answered, Played, play
 from benchmarks.live_fleet import Gained
 from benchmarks.live_policies import (
@@ -23,11 +28,13 @@ from benchmarks.live_policies import (
     POOLS,
     SETUPS,
     Run,
+    compare,
     drawn,
     fitting_rate,
     headline,
     interval,
     is_close,
+    worst,
 )
 from benchmarks.live_redrawn import Times, newest, simulated
 from benchmarks.live_redrawn import compared as redrawn
@@ -119,11 +126,93 @@ def run_of(*task_s: float) -> Run:
 
 
 def test_the_best_policy_is_what_ownerserve_is_compared_with() -> None:
-    assert headline({OWN: [run_of(2.0, 4.0), run_of(3.0, 6.0)]})["last_over_first"] == 1.5
-    figures = headline({OWN: [run_of(2.0, 4.0)], "a": [run_of(1.0, 3.5)], "b": [run_of(4.0, 8.0)]})
+    own = [run_of(2.0, 4.0), run_of(3.0, 6.0)]
+    figures = headline({OWN: own, "a": [run_of(1.0, 3.5)], "b": [run_of(4.0, 8.0)]}, rounds=1)
+    assert figures["last_over_first"] == 1.5
     assert figures["task_over_ownerserve"] == {OWN: 1.0, "a": 0.75, "b": 2.0}
     assert figures["live_over_best"] == pytest.approx(1 / 0.75, abs=1e-3)
     assert figures["interval"]["b"] == [2.0, 2.0]
+
+
+def test_the_twin_is_as_good_as_in_the_worse_setup() -> None:
+    three = {"placements_equal": 0.7, "simulated_over_real_task": 0.9}
+    four = {"placements_equal": 0.6, "simulated_over_real_task": 0.98}
+    assert worst([three, four]) == {"placements_equal": 0.6, "simulated_over_real_task": 0.9}
+
+
+@pytest.mark.parametrize(("rate", "runs"), [(0.7, ["warm"]), (None, ["trial", "warm"])])
+def test_a_rate_that_is_given_needs_no_trial(
+    rate: float | None, runs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class WarmError(Exception):
+        """All runs before the costs are read have been played."""
+
+    def costs(count: int) -> None:
+        raise WarmError
+
+    left = list(runs)
+    fleet = SimpleNamespace(servers=[None], cores=1.5, costs=costs)
+    monkeypatch.setattr(live_policies, "run", lambda *_: left.pop() and run_of(1.0))
+    monkeypatch.setattr(live_policies, "fleet_of", lambda *_: nullcontext(fleet))
+    monkeypatch.setattr(live_policies, "Machine", SimpleNamespace(of=lambda *_: None))
+    given = Namespace(keep=tmp_path, policies=[], sessions=None, number=2, rate=rate)
+    with pytest.raises(WarmError):
+        compare("dense-bench", SETUPS["three"], given)
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    ("given", "is_published"),
+    [
+        ("", True),
+        ("--rate 0.3 --rounds 2 --json", True),
+        ("--policies dynamo", False),
+        ("--setups three", False),
+        ("--sessions trace.jsonl", False),
+        ("--number 31", False),
+        ("--model gemma3", False),
+        ("--shared-cores", False),
+        ("--no-losing-case", False),
+    ],
+)
+def test_only_a_run_of_the_default_sessions_is_published(
+    given: str, is_published: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published: dict[str, Any] = {}
+    figures = {"live_over_best": 1.0, "sessions_per_s": 0.3, "twin": {"placements_equal": 0.7}}
+    found = live_policies.Found("", figures, {})
+    monkeypatch.setattr(sys, "argv", ["live_policies", *given.split()])
+    monkeypatch.setattr(live_policies, "stop_servers_on_sigterm", lambda: None)
+    monkeypatch.setattr(live_policies, "slow_network", lambda _: nullcontext())
+    monkeypatch.setattr(live_policies, "compare", lambda *_: found)
+    monkeypatch.setattr(live_policies, "losing_case", lambda *_: live_policies.Found("", {}, {}))
+    monkeypatch.setattr(
+        live_policies, "publish", lambda *args, **kwargs: published.update(kwargs, details=args[3])
+    )
+    live_policies.main()
+    assert published["write"] is is_published
+    assert json.loads(json.dumps(published["details"]))["options"].keys() > {"number", "rate"}
+
+
+@pytest.mark.parametrize(
+    ("given", "is_published"),
+    [("--rate 0.3", True), ("--rate 0.3 --draws 3", False), ("--rate 0.3 --number 3", False)],
+)
+def test_only_the_default_draws_are_published(
+    given: str, is_published: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published: dict[str, Any] = {}
+    times = dict.fromkeys((*EVERYWHERE, *POOLS), Times(np.ones(3), np.ones(3)))
+    monkeypatch.setattr(sys, "argv", ["live_redrawn", *given.split()])
+    monkeypatch.setattr(live_redrawn, "stop_servers_on_sigterm", lambda: None)
+    monkeypatch.setattr(live_redrawn, "machine_of", lambda _: None)
+    monkeypatch.setattr(live_redrawn, "simulated", lambda *_: times)
+    monkeypatch.setattr(
+        live_redrawn, "publish", lambda *args, **kwargs: published.update(kwargs, details=args[3])
+    )
+    live_redrawn.main()
+    assert published["write"] is is_published
+    assert json.loads(json.dumps(published["details"]))["options"]["rate"] == 0.3
 
 
 def test_policies_far_behind_play_one_round() -> None:

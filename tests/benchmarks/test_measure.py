@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import measure
-from benchmarks.measure import DirectDisk
+from benchmarks.measure import DirectDisk, cpu_name, is_default, options
 
 
 def test_a_verified_limit_reads_the_whole_file_into_the_memory_given(tmp_path: Path) -> None:
@@ -34,6 +35,27 @@ def test_a_machine_whose_engines_run_on_a_gpu_has_its_name(
     assert measure.machine_line().startswith("NVIDIA H200 with ")
     torch.cuda.is_available = lambda: False
     assert not measure.machine_line().startswith("NVIDIA")
+
+
+def test_a_processor_without_avx512_has_another_name() -> None:
+    epyc = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx2{}\n\n"
+    assert cpu_name(2 * epyc.format(" avx512f avx512dq")) == "AMD EPYC"
+    assert cpu_name(2 * epyc.format("")) == "AMD EPYC without AVX-512"
+    assert cpu_name("processor\t: 0\nFeatures\t: fp asimd\n") == "unknown CPU"
+
+
+def test_only_free_options_may_differ_from_their_defaults() -> None:
+    parser = ArgumentParser()
+    parser.add_argument("--number", type=int, default=30)
+    parser.add_argument("--result", type=Path)
+
+    def is_published(*arguments: str) -> bool:
+        return is_default(parser, parser.parse_args(arguments), free=("result",))
+
+    assert is_published()
+    assert is_published("--number", "30", "--result", "there.json")
+    assert not is_published("--number", "31")
+    assert options(parser.parse_args(["--result", "x"])) == {"number": 30, "result": "x"}
 
 
 def test_a_file_that_was_written_again_is_still_random(tmp_path: Path) -> None:

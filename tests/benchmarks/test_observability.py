@@ -15,6 +15,11 @@ def test_every_chunk_is_published_and_costs_memory(monkeypatch: pytest.MonkeyPat
     assert timing.chunk_bytes > 4 * observability.CHUNK_TOKENS, "its tokens alone take as much"
 
 
+def test_only_first_announcements_count() -> None:
+    timing = observability.EventTiming(2.0, 0.1, 0.3, 1e-6, 3_000.0)
+    assert timing.events_per_s == observability.CHUNKS / 2.0
+
+
 def test_the_status_of_a_big_store_is_asked_at_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_latency, "CHUNKS", 1000)
     monkeypatch.setattr(status_latency, "_SSD_BYTES", 1000 * 4096 * 2)

@@ -23,10 +23,10 @@ LONG = 256
 class FakeEngine:
     """Notes its calls. A prompt is on SSD until it was restored, then in DRAM."""
 
-    def __init__(self, calls: list[str], name: str = "", from_ssd: bool = False) -> None:
+    def __init__(self, calls: list[str], name: str = "") -> None:
         self._calls, self.name = calls, name
         self._has_prefix, self._tiers = False, {}
-        self._next = "ssd" if from_ssd else "dram"
+        self._next = "dram"
 
     def complete(self, prompt: Sequence[int], tokens: int = 1, recompute: bool = False) -> Timing:
         if len(prompt) < LONG:
@@ -41,6 +41,10 @@ class FakeEngine:
 
     def wake(self) -> None:
         engine_process.EngineProcess.wake(self)  # type: ignore[arg-type]
+
+    def leave_on_ssd(self) -> None:
+        self._calls.append(f"{self.name}leave")
+        self._next = "ssd"
 
     def reset_prefix_cache(self) -> None:
         self._has_prefix = False
@@ -68,12 +72,26 @@ class FakeDisk:
 @pytest.mark.parametrize("local_first", [True, False])
 def test_an_engine_is_woken_before_each_completion_that_is_timed(local_first: bool) -> None:
     calls: list[str] = []
-    engine: Any = FakeEngine(calls, from_ssd=True)
+    engine: Any = FakeEngine(calls)
     disk: Any = FakeDisk()
     turns = restore._Turns(engine, Samples(), disk, Memcpy(4096))
     turns.run([1] * LONG, local_first=local_first)
     last = ["local", "dram"] if local_first else ["dram", "local"]
-    assert calls == ["wake", "ssd", "wake", last[0], "wake", last[1]]
+    assert calls == ["leave", "wake", "ssd", "wake", last[0], "wake", last[1]]
+
+
+def test_a_step_is_run_before_restored_bytes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU reports the end of its copies in the step after the answer."""
+    engine = object.__new__(engine_process.EngineProcess)
+    asked: list[str] = []
+
+    def call(name: str, *arguments: Any) -> Any:
+        asked.append(name)
+        return {}
+
+    monkeypatch.setattr(engine, "call", call)
+    assert engine.restored() == {}
+    assert asked == ["complete", "restored"]
 
 
 def started(monkeypatch: pytest.MonkeyPatch, module: Any, names: Sequence[str]) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import measure as measures
 from benchmarks import restore_parts
 from benchmarks.measure import Samples
 from benchmarks.side_by_side import shared_prefixes
@@ -43,7 +45,10 @@ def test_a_model_that_this_cpu_cannot_run_is_left_out(
 
 
 def test_shared_prefixes_leave_out_what_this_cpu_cannot_run(
-    without_avx512: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    without_avx512: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     measured: list[str] = []
     sharing = shared_prefixes.Sharing(1, 1, 1)
@@ -55,6 +60,15 @@ def test_shared_prefixes_leave_out_what_this_cpu_cannot_run(
     monkeypatch.setattr(shared_prefixes, "measure", measure)
     monkeypatch.setattr(shared_prefixes, "ROOT", tmp_path)
     monkeypatch.setattr(shared_prefixes, "stop_servers_on_sigterm", lambda: None)
+    results = tmp_path / "results"
+    monkeypatch.setattr(measures, "RESULTS", results)
+    monkeypatch.setattr(sys, "argv", ["shared_prefixes", "--models", "gemma3", "--json"])
+    shared_prefixes.main()
+    assert not results.exists(), "a part of the models is no result"
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert figures == {"local_hits": 1.0, "blocks_per_session": 1.0}
+    measured.clear()
     monkeypatch.setattr(sys, "argv", ["shared_prefixes"])
     shared_prefixes.main()
     assert measured == [x for x in shared_prefixes.MODELS if x != "deepseek_v4"]
+    assert [x.suffix for x in sorted(results.iterdir())] == [".json", ".txt"]

@@ -15,7 +15,7 @@ from benchmarks import measure
 from benchmarks.measure import Samples
 from benchmarks.side_by_side import __main__ as command
 from benchmarks.side_by_side import report, work
-from benchmarks.side_by_side.contestants import CONTESTANTS, Place
+from benchmarks.side_by_side.contestants import CONTESTANTS, Contestant, Place
 from benchmarks.side_by_side.environments import (
     Environment,
     EnvironmentFailedError,
@@ -25,13 +25,14 @@ from benchmarks.side_by_side.environments import (
 from benchmarks.side_by_side.rows import Outcome, Row
 from benchmarks.side_by_side.work import (
     Arena,
+    Case,
     References,
     _added_over_memcpy,
     cause,
     useful_bytes,
 )
 from examples.checkpoints import write_checkpoint
-from examples.serving import Reply
+from examples.serving import Reply, Server
 
 
 def row(contestant: str, model: str = "dense", added_s: float | None = 0.02, **fields: Any) -> Row:
@@ -100,6 +101,16 @@ def test_a_limit_that_was_not_measured_is_no_figure() -> None:
     figures = report.figures([older])
     assert figures["ssd_over_limit"] == 1.0
     assert "ssd_over_verified_limit" not in figures
+
+
+def test_only_what_was_restored_from_files_has_a_bandwidth() -> None:
+    def costs(contestant: str, restored: int) -> str:
+        other = row(contestant, restored_tokens={"memory": 8000, "restart": restored})
+        return report.tables([other]).split("costs")[1].split("\n\n")[0]
+
+    assert "1.20" in costs("lmcache", 8000)
+    assert "1.20" not in costs("lmcache", 0)
+    assert "1.20" not in costs("pegaflow", 8000), "its server kept it in memory"
 
 
 def test_wrong_answers_after_faults_count() -> None:
@@ -203,7 +214,7 @@ def test_useful_bytes_are_those_of_the_model(tmp_path: Path) -> None:
 
 
 def test_a_row_that_was_kept_is_the_same_row() -> None:
-    kept = row("heterocache", faults={"other-weights": Outcome.COMPUTED})
+    kept = row("heterocache", faults={"other-weights": Outcome.NOTHING_KEPT}, stages=["restart"])
     assert Row.from_plain(json.loads(json.dumps(asdict(kept)))) == kept
 
 
@@ -221,6 +232,86 @@ def test_the_newest_rows_of_a_file_are_published(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["added_over_best_rival"] == 0.5
     (written,) = (tmp_path / "results").glob("*.txt")
     assert "it was stopped here" not in written.read_text()
+
+
+def whole_row(contestant: str, model: str = "dense-bench", **fields: Any) -> Row:
+    """Return a row of a whole run."""
+    case = command.CASES[model]
+    stages = command._stages(case, command._STAGES, is_first=model == "dense-bench")
+    given = {"rounds": case.rounds, "prompt_tokens": case.tokens, "stages": stages}
+    return row(contestant, model, **(given | fields))
+
+
+def test_a_report_names_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [whole_row(name, model) for name in CONTESTANTS for model in command.CASES]
+    rows = [x for x in rows if (x.contestant, x.model) != ("nixl", "gptoss")]
+    rows.append(whole_row("mooncake", rounds=3, prompt_tokens=4050))
+    rows.append(whole_row("lmcache", "gemma3", stages=["streams"]))
+    kept = tmp_path / "rows"
+    monkeypatch.setattr(measure, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(report, "picture", lambda rows: tmp_path / "picture.png")
+    monkeypatch.setattr(sys, "argv", ["side_by_side", "--report", str(kept)])
+    kept.write_text("".join(json.dumps(asdict(x)) + "\n" for x in rows))
+    command.main()
+    _, _, missing = capsys.readouterr().out.partition("missing")
+    lines = [" ".join(line.split()) for line in missing.split("\n\n")[0].splitlines()[2:]]
+    assert lines == [
+        "mooncake dense-bench 8100 tokens, not 4050; 5 rounds, not 3",
+        "lmcache gemma3 restart",
+        "nixl gptoss all",
+    ]
+
+
+def test_a_row_is_resumed_only_if_it_has_all_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        whole_row("heterocache"),
+        whole_row("example", rounds=3),
+        whole_row("lmcache", prompt_tokens=4050),
+        whole_row("mooncake", stages=["streams", "restart"]),
+        row("nixl", "dense-bench"),  # of an older version, which did not note it
+        whole_row("pegaflow", error="rounds: no"),
+    ]
+    kept, measured = tmp_path / "rows", []
+
+    def measure_one(contestant: Contestant, case: Case, *_: object) -> Row:
+        measured.append(contestant.name)
+        return whole_row(contestant.name, case.model)
+
+    kept.write_text("".join(json.dumps(asdict(x)) + "\n" for x in rows))
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(command, "stop_servers_on_sigterm", lambda: None)
+    monkeypatch.setattr(command, "measure", measure_one)
+    names = [x.contestant for x in rows]
+    given = ["side_by_side", *names, "--models", "dense-bench", "--resume", str(kept)]
+    monkeypatch.setattr(sys, "argv", [*given, "--stages", "restart"])
+    command.main()
+    assert measured == ["example", "lmcache", "nixl", "pegaflow"], "a row may have more stages"
+    monkeypatch.setattr(sys, "argv", given)
+    command.main()
+    assert measured[4:] == ["mooncake"]
+
+
+def test_stages_of_a_model_are_in_their_order() -> None:
+    case = command.CASES["gemma3"]
+    asked = ["kill9", "restart", "streams"]
+    assert command._stages(case, asked, is_first=True) == ["streams", "restart", "kill9"]
+    assert command._stages(case, asked, is_first=False) == ["streams", "restart"]
+    assert command._stages(command._quick(case), asked, is_first=False) == ["restart"]
+
+
+def test_no_windows_are_asked_for_of_a_connector_that_has_none(tmp_path: Path) -> None:
+    """VLLM refuses it where all attention is full, as it is with ExampleConnector."""
+    place = Place(tmp_path, Environment(tmp_path), [1, 2, 3, 4])
+    example = CONTESTANTS["example"]
+    server = Server(
+        tmp_path / "gemma3", tmp_path / "log", example.transfer(place), example.engine_args
+    )
+    line = server.command()
+    assert line[line.index("--prefix-cache-retention-interval") + 1] == "0"
 
 
 def test_a_run_without_all_stages_writes_no_results(

@@ -113,6 +113,7 @@ def test_an_engine_of_the_model_starts_from_it_and_its_store_is_explained_by_it(
         "load_deadline_s": 10.0,
         "settings_from": "recorded by its last engine",
         "costs_from": f"{origin}, from {out}",
+        "tier": "ssd",
     }
 
 
@@ -188,6 +189,27 @@ def test_it_takes_the_keys_that_the_engine_will_be_served_with(
     assert (in_dram.directory, in_dram.ssd_dir, in_dram.planner_profile) == ("", None, None)
     assert on_ssd.ssd_dir is not None
     assert (on_ssd.ssd_dir.parent, on_ssd.ssd_write_gib_per_day) == (tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("dram_gib", "served", "taken"), [(0.25, 0.5, 0.25), (None, 0.5, 0.5), (None, None, 1.0)]
+)
+def test_the_dram_tier_is_the_connector_s_unless_another_size_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    dram_gib: float | None,
+    served: float | None,
+    taken: float,
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # as calibrating does itself
+    monkeypatch.setattr(FakeEngine, "is_on_cuda", False)
+    start = Mock(side_effect=FakeEngine)
+    monkeypatch.setattr(calibration, "_Engine", start)
+    keys = {"planner": "never_load"} | ({"dram_gib": served} if served else {})
+    calibration.calibrate("a-model", {}, tmp_path, dram_gib, keys)
+    extra = start.call_args.args[2]
+    assert (extra["dram_gib"], extra["ssd_gib"]) == (taken, taken)
+    assert extra["planner"] == "always_load"
 
 
 def test_a_gpu_that_cannot_be_measured_does_not_cost_the_profile(

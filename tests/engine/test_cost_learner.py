@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from vllm.v1.request import RequestStatus
 
 from hetero_connector.artifacts.chain import RequestChain
-from hetero_connector.artifacts.record import Tier
+from hetero_connector.artifacts.record import StoredChunk, Tier
 from hetero_connector.engine.messages import (
     ArtifactSpan,
     Load,
@@ -336,6 +338,30 @@ def test_declined_chunks_are_recorded_and_evicted_first() -> None:
         chain = RequestChain(engine.side.root.hasher)
         chain.extend(prompt)
         assert len(engine.store.match(chain.chunks())) == chunks
+    engine.side.close()
+
+
+def test_chunks_that_a_request_must_not_load_do_not_leave_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first chunk is in DRAM; the request may not load the others from SSD."""
+    engine = Engine(DENSE, mode="cost", ssd_dir=tmp_path, ssd_bytes=1 << 20, spill_delay_s=0.0)
+    engine.run(FakeRequest("all", tokens(200)))
+    assert engine.store.flush(20.0)
+    engine.store.leave_to_ssd()
+    first = FakeRequest("first", tokens(70))
+    while engine.ask(first) is None:
+        time.sleep(1e-3)
+    assert engine.run(first) == 64
+    taught(engine, token_s=1e-6, byte_s=1e-3)
+    declined: list[StoredChunk] = []
+    monkeypatch.setattr(engine.store, "decline", declined.extend)
+    request = FakeRequest("b", tokens(200), kv_transfer_params={"kv_load_tiers": []})
+    assert engine.admit(request) == 0
+    engine.step(b=200)
+    request.all_token_ids.append(7)
+    engine.step(b=1)
+    assert [x.chunk.end for x in declined] == [64]
     engine.side.close()
 
 

@@ -92,6 +92,24 @@ def test_a_restore_that_is_faster_than_computing_is_not_lost(watched: Watched) -
     ]
 
 
+def test_waiting_for_pages_is_no_loss(watched: Watched) -> None:
+    watched.engine.side._restorer._clock = lambda: watched.now_s
+    request = FakeRequest("b", tokens(200))
+    assert watched.engine.ask(request) == 192
+    watched.now_s += 3.0
+    assert watched.engine.admit(request) == 192
+    watched.engine.step(b=8)
+    request.all_token_ids.append(7)
+    watched.engine.step(b=1)
+    recorded = watched.engine.recorder.drain() or {}
+    assert "heterocache_lost_restores{}" not in recorded["counters"]
+    (decision,), timings = watched.made, watched.timings(recorded)
+    assert timings["ttft_seconds{kind=observed}"] == [3.0]
+    assert timings["reuse_benefit_seconds{kind=observed}"] == [
+        pytest.approx(decision.reuse_benefit_s + decision.predicted.ttft_s)
+    ]
+
+
 @pytest.mark.parametrize("planned", [False, True])
 def test_a_request_that_restores_nothing_saves_and_loses_nothing(
     watched: Watched, planned: bool

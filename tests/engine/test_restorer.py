@@ -14,10 +14,13 @@ from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier, dis
 from hetero_connector.engine.scheduler.request_params import ALL_TIERS, DRAM_ALONE
 from hetero_connector.engine.scheduler.restorer import without
 from hetero_connector.metrics import COUNTERS, HISTOGRAMS
+from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
+from hetero_connector.planner.load_model import LoadModel, TierRates
+from hetero_connector.planner.planner import Mode
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Wanted
 from tests.engine.fakes import DENSE, FakeRequest
-from tests.engine.stepped import LOAD_DEADLINE_S, Engine, tokens
+from tests.engine.stepped import CHUNK, LOAD_DEADLINE_S, Engine, tokens
 from tests.planner.chains import KV, SWA, chain_of
 
 IN_DRAM, ON_SSD = {KV: Tier.DRAM, SWA: Tier.DRAM}, {KV: Tier.SSD, SWA: Tier.DRAM}
@@ -45,14 +48,14 @@ def test_after_the_last_attempt_only_dram_counts(
     assert len(distinct_tiers(left)) == 3
 
 
-def on_ssd(directory: Path) -> Engine:
+def on_ssd(directory: Path, mode: Mode = "always_load") -> Engine:
     """Return a restarted engine with 384 of 400 tokens stored, none of them in DRAM."""
     tiers = {"ssd_dir": directory, "ssd_bytes": 1 << 20, "spill_delay_s": 0.0}
     before = Engine(DENSE, **tiers)
     before.run(FakeRequest("a", tokens(400)))
     assert before.store.flush(20.0)
     before.side.close()
-    return Engine(DENSE, **tiers)
+    return Engine(DENSE, mode=mode, **tiers)
 
 
 def answer(engine: Engine, request: FakeRequest, local: int) -> int:
@@ -163,6 +166,29 @@ def test_all_attempts_of_a_request_share_one_deadline(
     monkeypatch.setattr(engine.store, "begin_restore", reads)
     assert answer(engine, FakeRequest("b", tokens(400)), local=0) == 320
     assert reads.limits_s == [LOAD_DEADLINE_S, 0.25 * LOAD_DEADLINE_S]
+    engine.side.close()
+
+
+def test_a_later_attempt_is_planned_for_the_time_that_is_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Reading a chunk takes a tenth of the time, and computing it much longer."""
+    engine = on_ssd(tmp_path, "cost")
+    byte_s = 0.1 * LOAD_DEADLINE_S / engine.layout.artifact_bytes(KV, 0, CHUNK)
+    engine.costs.load = LoadModel([KV], {Tier.SSD: TierRates(0.0, {KV: byte_s}, byte_s)})
+    engine.costs.compute = ComputeRegression(ComputeCoefficients(0.0, 10.0 * LOAD_DEADLINE_S, 0.0))
+    now_s = 0.0
+
+    def pass_time() -> None:
+        nonlocal now_s
+        now_s += 0.75 * LOAD_DEADLINE_S
+
+    monkeypatch.setattr(engine.side._restorer, "_clock", lambda: now_s)
+    reads = OneLost(engine.store, {1})
+    reads.on_lost = pass_time
+    monkeypatch.setattr(engine.store, "begin_restore", reads)
+    assert answer(engine, FakeRequest("b", tokens(400)), local=0) == 128, "two chunks"
+    assert reads.begun == 2
     engine.side.close()
 
 

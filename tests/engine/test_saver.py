@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -283,6 +285,22 @@ def test_a_checkpoint_that_a_peer_sent_counts_as_kept(
     monkeypatch.setattr(saver, "on_restored", sent)
     assert engine.run(FakeRequest("b", [*tokens(256), *tokens(100, seed=1)])) == 256
     assert policy.observed[-1] == Reuse(matched=4, kept=kept, new=1)
+
+
+def test_a_turn_s_end_of_an_earlier_engine_counts_as_kept(tmp_path: Path) -> None:
+    tiers = {"ssd_dir": tmp_path, "ssd_bytes": 1 << 20, "spill_delay_s": 0.0}
+    before = Engine(HYBRID, checkpoints=Zero(), **tiers)
+    before.run(FakeRequest("a", tokens(256)))
+    assert before.store.flush(20.0)
+    before.side.close()
+    policy = Recording()
+    engine = Engine(HYBRID, checkpoints=policy, **tiers)
+    request = FakeRequest("b", [*tokens(256), *tokens(100, seed=1)])
+    while engine.ask(request) is None:
+        time.sleep(1e-3)
+    assert engine.run(request) == 256
+    assert policy.observed == [Reuse(matched=4, kept=4, new=1)]
+    engine.side.close()
 
 
 def test_a_preempted_request_is_observed_once_as_first_admitted(engine_of: Engines) -> None:

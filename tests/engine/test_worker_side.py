@@ -343,7 +343,6 @@ def test_a_failed_load_is_reported_and_the_worker_copies_nothing_more(
     broken_copies(monkeypatch, "load")
     blocks = [3, 4, 5, 6]
     meta = StepMetadata(loads=[load(64, blocks)], saves=[save(1, [7, 8, 9, 10])])
-    meta.arena = worker.arena.handle
     worker.side.begin_step(meta)
     worker.side.start_loads(meta, hooks_called=hooks_called)
     for name in LAYERS:

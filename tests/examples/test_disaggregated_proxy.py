@@ -121,7 +121,7 @@ def test_a_prefill_with_one_token_then_the_whole_to_the_decoder(path: str) -> No
             "min_tokens": 5,
             "max_completion_tokens": 9,
             "stream_options": {"include_usage": True},
-            "kv_transfer_params": {"expected_back_s": 4.0},
+            "kv_transfer_params": {"heterocache": {"expected_back_s": 4.0, "ttl_s": 9.0}},
             "session_id": "s",
             "temperature": 0.5,
         }
@@ -136,12 +136,12 @@ def test_a_prefill_with_one_token_then_the_whole_to_the_decoder(path: str) -> No
                 "prompt": [1, 2, 3],
                 "max_tokens": 1,
                 "stream": False,
-                "kv_transfer_params": {"do_remote_decode": True},
+                "kv_transfer_params": {"do_remote_decode": True, "heterocache": {"ttl_s": 9.0}},
                 "session_id": "s",
                 "temperature": 0.5,
             }
         ]
-        params = {"expected_back_s": 4.0, "do_remote_prefill": True}
+        params = wanted["kv_transfer_params"] | {"do_remote_prefill": True}
         assert decoder.asked == [PROMPT | wanted | {"kv_transfer_params": params}]
         assert prefiller.asked_s < decoder.asked_s
         for server in (prefiller, decoder):
@@ -159,9 +159,6 @@ def test_a_prefill_with_one_token_then_the_whole_to_the_decoder(path: str) -> No
         (b'{"kv_transfer_params": {"prefilled_tokens": 2}}', {"prefilled_tokens": 2}),
         (b'{"kv_transfer_params": {"remote_prefill_cached_tokens": 2}}', {}),
         (b'{"kv_transfer_params": null}', {}),
-        (b'{"kv_transfer_params": 3}', {}),
-        (b"[]", {}),
-        (b"{", {}),
     ],
 )
 def test_the_prefillers_answer_goes_to_the_decoder(content: bytes, handed: dict[str, Any]) -> None:
@@ -173,6 +170,33 @@ def test_the_prefillers_answer_goes_to_the_decoder(content: bytes, handed: dict[
         async with proxied([prefiller], [decoder]) as bench:
             assert (await bench.ask())[0] == 200
         assert decoder.asked[0]["kv_transfer_params"] == {"do_remote_prefill": True, **handed}
+
+    run(test)
+
+
+@pytest.mark.parametrize("content", [b'{"kv_transfer_params": 3}', b"[]", b"{"])
+def test_a_prefillers_answer_that_is_none_leaves_the_whole_to_the_decoder(content: bytes) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=content)
+
+    async def test() -> None:
+        prefiller, decoder = await started(answer, done)
+        async with proxied([prefiller], [decoder]) as bench:
+            assert (await bench.ask())[0] == 200
+        assert len(prefiller.asked) == 1
+        assert decoder.asked == [PROMPT]
+
+    run(test)
+
+
+@pytest.mark.parametrize("params", [{"heterocache": {"no_store": True}}, {"max_offload_tokens": 0}])
+def test_a_prompt_that_must_not_be_stored_is_computed_by_the_decoder(params: Any) -> None:
+    async def test() -> None:
+        prefiller, decoder = await started(done, done)
+        async with proxied([prefiller], [decoder]) as bench:
+            assert (await bench.ask(PROMPT | {"kv_transfer_params": params}))[0] == 200
+        assert not prefiller.asked
+        assert decoder.asked == [PROMPT | {"kv_transfer_params": params}]
 
     run(test)
 

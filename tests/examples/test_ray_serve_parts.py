@@ -10,11 +10,10 @@ import pytest
 import yaml
 
 from examples.ray_serve.parameters import (
-    decode_parameters,
     engine_configs,
+    expand_arguments,
     expand_variables,
     own_configuration,
-    prefill_parameters,
     replica_name,
 )
 from hetero_connector.config import HeteroConfig
@@ -53,27 +52,6 @@ def test_one_name_for_all_replicas_is_refused() -> None:
         own_configuration({"directory": "redis://host", "worker_name": "all"}, "app-0", "10.0.0.1")
 
 
-def test_the_client_s_parameters_reach_both_engines() -> None:
-    given = {"expected_back_s": 5.0}
-    assert prefill_parameters(given) == {
-        "expected_back_s": 5.0,
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-    }
-    answered = {"do_remote_prefill": True, "prefilled_tokens": 9, "remote_prefill_cached_tokens": 4}
-    assert decode_parameters(given, answered) == {
-        "expected_back_s": 5.0,
-        "do_remote_prefill": True,
-        "prefilled_tokens": 9,
-    }
-    assert given == {"expected_back_s": 5.0}
-
-
-def test_without_an_answer_the_decoder_gets_the_client_s_parameters() -> None:
-    assert decode_parameters({"session_id": "a"}, None) == {"session_id": "a"}
-    assert decode_parameters(None, None) is None
-
-
 def test_variables_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODEL", "m")
     assert expand_variables({"a": ["$MODEL", "x/${MODEL}/y", 3]}) == {"a": ["m", "x/m/y", 3]}
@@ -82,13 +60,41 @@ def test_variables_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
         expand_variables("$MODEL")
 
 
+@pytest.mark.parametrize("keys", [("llm_configs",), ("prefill_config", "decode_config")])
+def test_an_engine_s_configuration_may_be_a_file(
+    keys: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODEL", "m")
+    monkeypatch.setenv("FOLDER", str(tmp_path))
+    file = tmp_path / "engine.yaml"
+    file.write_text("model_loading_config: {model_id: $MODEL}")
+    given = {key: ["$FOLDER/engine.yaml"] if key == "llm_configs" else str(file) for key in keys}
+    [config, *_] = configs = engine_configs(expand_arguments(given))
+    assert config == {"model_loading_config": {"model_id": "m"}}
+    assert len(configs) == len(keys)
+
+
+def test_an_engine_s_configuration_that_is_neither_a_file_nor_a_mapping_is_refused(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "list.yaml").write_text("[a]")
+    for wrong, kind in (
+        (object(), "object"),
+        (None, "NoneType"),
+        (f"{tmp_path}/list.yaml", "list"),
+    ):
+        for given in ({"llm_configs": [wrong]}, {"prefill_config": wrong, "decode_config": {}}):
+            with pytest.raises(ValueError, match=f"an engine's configuration .* type {kind}$"):
+                expand_arguments(given)
+
+
 @pytest.mark.parametrize("name", ["fleet", "prefill_decode"])
 def test_a_file_configures_the_connector(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODEL", "m")
     monkeypatch.setenv("DIRECTORY", "redis://127.0.0.1:6379")
     [application] = yaml.safe_load((EXAMPLE / f"{name}.yaml").read_text())["applications"]
     assert application["import_path"] == "examples.ray_serve.app:build"
-    args = expand_variables(application["args"])
+    args = expand_arguments(application["args"])
     for config in engine_configs(args):
         router = config["deployment_config"]["request_router_config"]
         assert router["request_router_class"] == "ownership.router.ray_serve.router:OwnerRouter"

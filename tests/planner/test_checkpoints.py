@@ -351,11 +351,11 @@ def test_the_nearest_kept_boundary_is_found_backwards() -> None:
     assert boundaries.steps_to([]) is None
 
 
-def test_the_search_ends_at_the_longest_period() -> None:
+def test_the_search_for_a_kept_boundary_ends() -> None:
     boundaries = KeptBoundaries()
     boundaries.add(key(1))
-    assert boundaries.steps_to(map(key, range(64, 0, -1))) == 63
-    assert boundaries.steps_to(map(key, range(65, 0, -1))) is None
+    assert boundaries.steps_to(map(key, range(1024, 0, -1))) == 1023
+    assert boundaries.steps_to(map(key, range(1025, 0, -1))) is None
 
 
 def test_the_oldest_boundary_is_dropped_first_and_a_repeated_one_is_new() -> None:
@@ -412,6 +412,8 @@ class Sessions:
         resumed = next((n for n in passed if names[n - 1] in self.checkpoints), 0)
         steps = self.kept.steps_to(key(names[n - 1] % 2**64) for n in passed)
         self.missed += matched - resumed
+        if resumed and not self.policy.should_keep(Boundary(resumed)):
+            self.kept.add(key(names[resumed - 1] % 2**64))
         self.stored.update(names)
         for n in range(resumed + 1, len(names) + 1):
             missed = matched - resumed if n == matched else 0

@@ -92,6 +92,14 @@ def test_restoring_nothing_can_be_the_choice() -> None:
     assert "Nothing is stored" in explain(decide(0, 0))
 
 
+def test_stored_tokens_after_which_nothing_can_resume_are_named() -> None:
+    planner = RestorePlanner(layout_of(HYBRID), costs_of(HYBRID, load=LOAD))
+    text = explain(planner.plan(chain_of([in_tier(Tier.DRAM, KV)] * 2), 0, 128, 129, EngineLoad()))
+    words = " ".join(text.split())
+    assert "128 tokens of it are stored, but there is no boundary at which it can resume." in words
+    assert "Nothing is stored" not in words
+
+
 def test_what_the_engine_has_itself_is_not_loaded() -> None:
     planner = RestorePlanner(layout_of(DENSE), costs_of(DENSE, load=LOAD))
     chain = chain_of([in_tier(Tier.DRAM, KV)] * 3)

@@ -667,8 +667,10 @@ def test_calibrate_prints_what_copy_engines_are_for(
     profile = CostProfile("m", subject, ComputeCoefficients(1e-3, 1e-6, 0.0))
     for engines, printed in ((None, False), (CopyEngines(save_from_bytes=4096), True)):
         found = Calibration(replace(profile, copy_engines=engines), (Sample(64, 0, 1.0, 1.0),))
-        monkeypatch.setattr(calibration, "calibrate", Mock(return_value=found))
+        measure = Mock(return_value=found)
+        monkeypatch.setattr(calibration, "calibrate", measure)
         assert cli.main(["calibrate", "m", "--out", str(tmp_path / "profile.json")]) == 0
+        measure.assert_called_once_with("m", {}, None, None, {})
         line = "pages moved by copy engines: no loads, saves from 4096 bytes\n"
         assert (line in capsys.readouterr().out) == printed
         assert CostProfile.read(tmp_path / "profile.json").copy_engines == engines

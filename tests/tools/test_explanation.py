@@ -229,6 +229,8 @@ def test_all_candidates_are_printed_when_asked_for(
         assert cli.main([*command, *option]) == 0
         assert capsys.readouterr().out.startswith(f"at most {expected}\n")
     assert cli.main([*command, "--rows", "7", "--all"]) == 2
+    for rows in ("0", "-3"):
+        assert cli.main([*command, "--rows", rows]) == 2
 
 
 def compute_s(shown: dict[str, Any]) -> float:
@@ -262,6 +264,24 @@ def test_a_table_for_people_from_the_ssd_dir_itself(
     assert out.startswith("Load 224 of 300 tokens from DRAM")
     assert "load dram" in out
     assert "load ssd" not in out
+
+
+@pytest.mark.parametrize(
+    ("options", "tier", "words"), [([], "ssd", "on SSD"), (["--in-dram"], "dram", "in DRAM")]
+)
+def test_the_assumed_tier_is_named(
+    directory: Path,
+    prompt: Path,
+    options: list[str],
+    tier: str,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["explain", str(directory), str(prompt), *options]
+    assert cli.main(command) == 0
+    assert f"Assumed: all state {words}, an idle engine" in capsys.readouterr().out
+    assert cli.main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["assumed"]["tier"] == tier
 
 
 def test_costs_that_the_stores_engine_learned_here_are_used(

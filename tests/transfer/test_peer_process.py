@@ -231,6 +231,19 @@ def test_a_killed_process_ends_its_reads_and_is_restarted_after_growing_pauses()
     assert peers.close()
 
 
+def test_the_log_names_the_signal_that_ended_the_process_during_a_read(
+    peers: NixlPeers, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = AgentMetadata("other", ((4096, 4096),), b"y").encode()
+    peers.connect("other", other)
+    os.kill(peers.process_id, signal.SIGKILL)
+    until(lambda: not _runs(peers.process_id))
+    assert wait(peers) is TransferState.FAILED
+    until(peers.maintain)
+    assert "signal 9" in caplog.text
+    assert "malformed" not in caplog.text
+
+
 def test_a_process_that_hangs_is_killed_and_its_reads_end() -> None:
     peers, other = (NixlPeers([create_shared("test", SIZE)]) for _ in range(2))
     peers.connect("other", other.metadata)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -52,10 +51,6 @@ class Wait:
     a decision, of vLLM's first question."""
     num_tokens: int
     """Tokens known at the decision. With one more the request has its first token."""
-    local_tokens: int
-    """Tokens that were in pages already."""
-    stored: Sequence[StoredChunk]
-    """Chunks that could have been restored."""
     decision: RestoreDecision | None
     """None if nothing was stored, so that there was nothing to decide."""
     admission: Admission | None = None
@@ -68,7 +63,7 @@ class Wait:
             return "compute"
         if plan.replay_tokens:
             return "replay"
-        return "load" if _end(plan.chunks[-1]) == _end(self.stored[-1]) else "load_part"
+        return "load_part" if self._left else "load"
 
     @property
     def low_utility_chunks(self) -> Sequence[StoredChunk]:
@@ -76,8 +71,14 @@ class Wait:
         decision = self.decision
         if not decision or RestoreAction.DROP_LOW_UTILITY_ARTIFACT not in decision.actions:
             return ()
-        taken = _end(decision.plan.chunks[-1]) if decision.plan else self.local_tokens
-        return self.stored[bisect_right(self.stored, taken, key=_end) :]
+        return self._left
+
+    @property
+    def _left(self) -> Sequence[StoredChunk]:
+        """Chunks that the decision considered, after those that it loads."""
+        assert self.decision is not None
+        at, plan = self.decision.considered.boundaries, self.decision.plan
+        return at.chunks[len(plan.chunks) if plan else 0 :] if at else ()
 
     @property
     def nothing_restored(self) -> NothingRestored | None:
@@ -116,14 +117,12 @@ class Predictions:
         self,
         tracker: RequestTracker,
         decision: RestoreDecision,
-        stored: Sequence[StoredChunk],
-        local_tokens: int,
         num_tokens: int,
     ) -> None:
-        """Keep the decision for a request of `num_tokens`; `stored` could be restored of it."""
+        """Keep the decision for a request of `num_tokens`."""
         earlier = tracker.wait
         begun_s = earlier.begun_s if earlier and earlier.decision else self._clock()
-        tracker.wait = Wait(begun_s, num_tokens, local_tokens, stored, decision)
+        tracker.wait = Wait(begun_s, num_tokens, decision)
 
     def on_admitted(self, tracker: RequestTracker, restored: bool, *, stopped: bool) -> None:
         """Note what vLLM admits, before the tracker forgets how it was staged.
@@ -133,7 +132,7 @@ class Predictions:
         if tracker.wait is None:
             begun_s = self._clock() if tracker.report else tracker.asked_s
             num_tokens = int(tracker.request.num_tokens)
-            tracker.wait = Wait(begun_s, num_tokens, tracker.local_tokens, (), None)
+            tracker.wait = Wait(begun_s, num_tokens, None)
         staging_s = (tracker.attempts.staged_s or 0.0) if tracker.attempts else 0.0
         restore = tracker.restore if restored else None
         reason = None if restore is not None else _reason_at_admission(tracker, stopped)
@@ -185,7 +184,10 @@ class Predictions:
         if predicted_s > 0:
             ratio = took_s / predicted_s
             self._recorder.observe("heterocache_prediction_ratio", ratio, choice=wait.choice)
-        if wait.admission is not None and wait.admission.restore is not None:
+        if (admission := wait.admission) is not None and admission.restore is not None:
+            # Computing would have waited for pages, too.
+            expected_s = max(admission.staging_s, decision.predicted.queue_s)
+            took_s -= max(0.0, admission.admitted_s - wait.begun_s - expected_s)
             self._record_benefit(decision.reuse_benefit_s, took_s - predicted_s)
 
     def _record_benefit(self, predicted_s: float, late_s: float) -> None:
@@ -205,7 +207,7 @@ class Predictions:
     ) -> RequestReport:
         """`first_token_s`: clock time; None if the request ended before."""
         asked_s = tracker.asked_s
-        wait = wait or Wait(asked_s, tracker.request.num_tokens, tracker.local_tokens, (), None)
+        wait = wait or Wait(asked_s, tracker.request.num_tokens, None)
         admission, decision = wait.admission, wait.decision
         restore = None if admission is None or tracker.is_lost else admission.restore
         local_tokens, restored = tracker.local_tokens, dict[str, int]()
@@ -279,7 +281,3 @@ def _reason(decision: RestoreDecision) -> NothingRestored:
     if not any(x.in_time_from(0).any() for x in strategies):
         return NothingRestored.TOO_LATE
     return NothingRestored.COMPUTING_IS_FASTER
-
-
-def _end(stored: StoredChunk) -> int:
-    return stored.chunk.end

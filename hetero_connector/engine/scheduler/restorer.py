@@ -248,18 +248,24 @@ class Restorer:
         load = self._engine_load(tracker)
         if self._must_park(tracker):
             load = replace(load, parking="always")
-        may_replay = self.may_replay and replayable(tracker.request)
+        now_s, attempts, left_s = self._clock(), tracker.attempts, self._deadline_s
+        if attempts is not None and attempts.staged_s is None:
+            left_s = max(0.0, left_s - attempts.seconds(now_s))
         decision = self._planner.plan(
-            stored, local_tokens, limit, known, load, may_replay=may_replay
+            stored,
+            local_tokens,
+            limit,
+            known,
+            load,
+            may_replay=self.may_replay and replayable(tracker.request),
+            deadline_s=left_s,
         )
-        self._predictions.on_decision(tracker, decision, stored, local_tokens, known)
+        self._predictions.on_decision(tracker, decision, known)
         plan = decision.plan
         if plan is None:
             return None
-        now_s = self._clock()
-        tracker.attempts = tracker.attempts or Attempts(now_s)
+        tracker.attempts = attempts or Attempts(now_s)
         tracker.attempts.begin(now_s)
-        left_s = self._deadline_s - tracker.attempts.seconds(now_s)
         copies = self._peers.copies(tracker)
         shared = self._find_shared(tracker, plan, local_tokens)
         wanted = _wanted(plan)

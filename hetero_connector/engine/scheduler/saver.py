@@ -201,12 +201,15 @@ class Saver:
         tracker.missed_chunks = matched - tracker.next_chunk
 
     def on_restored(self, plan: RestorePlan) -> None:
-        """Remember a checkpoint that came from a peer as kept, whatever the policy's period.
+        """Remember the restored checkpoint as kept, unless the policy's present period makes it.
 
-        Requests that resume there need no checkpoint of this engine.
+        One from a peer counts whatever the period. Others were made at a turn's end, perhaps
+        before a restart. Requests that resume there need no other checkpoint.
         """
-        end = plan.chunks[-1]
-        if any(end.tiers[t] is Tier.PEER for t in plan.boundary_types):
+        end, types = plan.chunks[-1], plan.boundary_types
+        boundary = Boundary(end.chunk.end // self._layout.chunk_tokens)
+        is_from_peer = any(end.tiers[t] is Tier.PEER for t in types)
+        if is_from_peer or (types and not self._policy.should_keep(boundary)):
             self._kept.add(end.chunk.key)
 
     def all_or_none(self) -> AbstractContextManager[None]:

@@ -48,6 +48,8 @@ class _Held:
     first_token: asyncio.TimerHandle
     has_begun: bool = False
     """True once its first token is taken to have come."""
+    unseen: asyncio.TimerHandle | None = None
+    """Ends it, if Ray will not tell its end."""
 
     @property
     def worker(self) -> Worker:
@@ -99,6 +101,8 @@ class ReplicaPlacing:
         if found and (ledger is None or replica in ledger.workers):
             held.placed.move(found[0])
             self._hold(held.placer, name, held.placed)
+            if held.unseen is not None:
+                self.end_unseen(name)
 
     def ended(self, name: str, replica: str) -> None:
         """A replica has ended a request, in whatever way."""
@@ -112,7 +116,9 @@ class ReplicaPlacing:
 
     def end_unseen(self, name: str) -> None:
         """Ray will not tell the end of a request, so it counts for a fixed time."""
-        asyncio.get_running_loop().call_later(_UNSEEN_S, self._free, name)
+        held = self._held.get(name)
+        if held is not None:
+            held.unseen = asyncio.get_running_loop().call_later(_UNSEEN_S, self._free, name)
 
     def begin(self) -> None:
         """Begin to open the placer: a tokenizer takes seconds, and Ray's proxy waits for five."""
@@ -164,6 +170,8 @@ class ReplicaPlacing:
             return
         held.worker.exchanges.discard(held.exchange)
         held.first_token.cancel()
+        if held.unseen is not None:
+            held.unseen.cancel()
         now_s = monotonic()
         if has_failed:
             held.placer.on_failed(held.placed, now_s)

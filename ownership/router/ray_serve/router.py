@@ -62,10 +62,13 @@ class OwnerRouter(RequestRouter):
         """Return the chosen replica, then the others: Ray asks them if that one is full."""
         if pending_request is None:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True  # all were asked
+        context = pending_request.routing_context
+        is_first, context.should_backoff = not context.should_backoff, True  # all were asked
         by_name = {x.replica_id.unique_id: x for x in candidate_replicas}
         try:
             placed = await self._place(pending_request, list(by_name))
+            if placed is not None and is_first:  # Ray asks again while all replicas are full
+                self._count(placed)
         except Exception:  # raised here, it would leave the request waiting
             _log.exception("a request is placed by queue lengths alone")
             placed = None
@@ -96,16 +99,18 @@ class OwnerRouter(RequestRouter):
         placed = await self._placing.place(name, request, candidates)
         if placed is None:
             return None
-        if placed.certainty:
-            tags = {"certainty": str(placed.certainty), "action": str(placed.action)}
-            self._placements.inc(tags=tags)
-            for reason in placed.reasons:
-                self._doubts.inc(tags={"reason": str(reason)})
         if metadata.call_method == PICK:
             self._placing.end_unseen(name)
         else:
             pending.future.add_done_callback(self._on_future(name))
         return placed
+
+    def _count(self, placed: Placed) -> None:
+        if placed.certainty:
+            tags = {"certainty": str(placed.certainty), "action": str(placed.action)}
+            self._placements.inc(tags=tags)
+            for reason in placed.reasons:
+                self._doubts.inc(tags={"reason": str(reason)})
 
     def _on_future(self, name: str) -> Callable[[Any], None]:
         def on_done(future: Any) -> None:

@@ -52,6 +52,12 @@ def test_a_token_seen_elsewhere_counts(fence: Fence, clock: Clock) -> None:
     assert not fence.admit(A, ANN, Token(6), clock.now_s)
 
 
+def test_the_chains_of_several_long_prompts_are_remembered(clock: Clock) -> None:
+    fence = Fence(clock)
+    fence.note_tokens({artifact(str(number)): Token(1) for number in range(100_000)})
+    assert fence.admit(A, ANN, Token(5), clock.now_s), "nothing was forgotten"
+
+
 def test_copies_of_an_ended_epoch_are_refused_whatever_their_token(
     fence: Fence, clock: Clock
 ) -> None:

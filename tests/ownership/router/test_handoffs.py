@@ -15,11 +15,18 @@ import httpx
 import pytest
 
 from benchmarks.stub_fleet import StubFleet
+from hetero_connector.errors import DirectoryUnavailableError
 from ownership.directory import Worker
-from ownership.router.handoffs import can_hand_off, prefill_body
+from ownership.router.handoffs import (
+    can_hand_off,
+    decode_parameters,
+    prefill_body,
+    prefill_parameters,
+)
 from ownership.scheduling.fleet import Role
 from tests.ownership.router.bench import seen, wait_until
-from tests.ownership.router.known_fleet import PROMPT, KnownFleet, running, worker_of
+from tests.ownership.router.known_fleet import PROMPT, KnownFleet, published, running, worker_of
+from tests.ownership.router.test_streams import begin
 
 ROLES = (Role.PREFILL, Role.DECODE, Role.DECODE)
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -107,6 +114,47 @@ def test_no_prompt_is_computed_where_the_other_worker_cannot_find_it(known: Know
     wait_until(lambda: known.complete().headers["x-heterocache-placement"] == told)
     known.directory.register(Worker(known.names[0]), 60.0)
     assert "remote_prefill" in known.complete().headers["x-heterocache-placement"]
+
+
+def test_no_prompt_is_computed_elsewhere_while_the_directory_does_not_answer(
+    known: KnownFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(chain: object) -> None:
+        raise DirectoryUnavailableError("gone")
+
+    told = set[str]()
+
+    def fails_for_both_reasons() -> bool:
+        told.add(known.complete().headers["x-heterocache-placement"])
+        return len(told) == 2
+
+    with monkeypatch.context() as broken:
+        broken.setattr(known.directory, "lookup", fail)
+        wait_until(fails_for_both_reasons)  # after an error it is given a pause
+    reasons = ("directory_failed", "directory_late")
+    assert told == {f'blind; action=colocated_prefill; reasons="{x}"' for x in reasons}
+    wait_until(lambda: "remote_prefill" in known.complete().headers["x-heterocache-placement"])
+
+
+def test_no_prompt_is_computed_elsewhere_without_a_directory(
+    known: KnownFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known.views, "_directory", None)
+    for name in known.names:
+        known.views.fleet.told(name, [published("")], 0.0)
+    told = known.complete().headers["x-heterocache-placement"]
+    assert told == 'blind; action=colocated_prefill; reasons="no_directory"'
+
+
+def test_a_prompt_that_was_computed_elsewhere_counts_as_begun_when_that_is_predicted(
+    known: KnownFleet,
+) -> None:
+    with begin(known.router, prompt=PROMPT, stub={"first_s": 600}):
+        wait_until(lambda: busy(known, 1) == 1)
+        ledger = known.placer.ledger
+        assert ledger is not None
+        wait_until(lambda: ledger.own(known.names[1]).decoding == 1)
+    wait_until(lambda: busy(known, 1) == 0)
 
 
 @pytest.mark.parametrize("fault", ["refuse", "fail", "lose", "cut", "exit"])
@@ -204,6 +252,7 @@ def test_a_worker_that_fails_while_the_directory_is_asked_gets_no_request(
         ({"heterocache": {"pin_s": 60}}, "text", True),
         ({"heterocache": {"no_store": True}}, "text", False),
         ({"max_offload_tokens": 64}, "text", False),
+        ({"kv_load_tiers": []}, "text", False),
         ({"do_remote_decode": True}, "text", False),
         (["wrong"], "text", False),
         (None, ["two", "prompts"], False),
@@ -234,3 +283,25 @@ def test_the_prefill_has_the_token_ids_that_take_the_place_of_messages() -> None
     body = CHAT | {"kv_transfer_params": {"prompt_token_ids": [1, 2], "other": 3}}
     params = json.loads(prefill_body("chat", body))["kv_transfer_params"]
     assert params == {"do_remote_decode": True, "prompt_token_ids": [1, 2]}
+
+
+def test_the_prefill_is_told_what_may_be_loaded_and_stored_and_nothing_of_the_session() -> None:
+    own = {"no_store": True, "ttl_s": 60, "priority": "low"}
+    session = {"session_id": "a", "end_session": True, "pin_s": 9, "report": True}
+    limits = {"max_offload_tokens": 0, "max_load_tokens": 8, "kv_load_tiers": []}
+    given = {"heterocache": own | session, "expected_back_s": 5.0, "do_remote_prefill": True}
+    found = prefill_parameters(given | limits)
+    assert found == {"heterocache": own, "do_remote_decode": True, **limits}
+
+
+@pytest.mark.parametrize("given", [None, {}, {"heterocache": "wrong"}])
+def test_a_prefill_of_a_request_without_parameters_has_its_own(given: Any) -> None:
+    assert prefill_parameters(given) == {"do_remote_decode": True}
+
+
+def test_what_the_prefill_tells_of_itself_does_not_replace_what_the_client_has_given() -> None:
+    given = {"heterocache": {"report": True, "no_store": True}, "expected_back_s": 5.0}
+    resume = {"do_remote_prefill": True, "prefilled_tokens": 9}
+    told = {"heterocache": {"report": {}}, "remote_prefill_cached_tokens": 4}
+    assert decode_parameters(given, resume | told) == given | resume
+    assert decode_parameters(None, None) == {"do_remote_prefill": True}

@@ -17,13 +17,14 @@ from benchmarks.stub_fleet import StubFleet
 from hetero_connector.errors import DirectoryUnavailableError, RouterConfigError
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.profile import CostProfile, ProfileSubject
+from ownership.router.doors import DOORS
 from ownership.router.figures import WorkerFigures
 from ownership.router.identity import ChainCache, PromptIdentity
 from ownership.router.opening import open_identity
 from ownership.router.policy_placer import PolicyPlacer, _Planned
 from ownership.router.reports import reported_load
-from ownership.router.view import Certainty, FleetChains, PrefixViews, PromptView, Trust
-from ownership.scheduling import WorkerLoad
+from ownership.router.view import Certainty, FleetChains, PrefixViews, PromptView, Reason, Trust
+from ownership.scheduling import Work, WorkerLoad
 from ownership.scheduling.decision import Placement, PlacementAction
 from ownership.scheduling.fleet import Role
 from ownership.scheduling.ledger import Ledger
@@ -39,6 +40,7 @@ from tests.ownership.router.known_fleet import (
     worker_of,
 )
 from tests.ownership.router.test_admission import request
+from tests.ownership.router.test_streams import begin
 from tests.ownership.router.test_workers import workers_of
 from tests.ownership.scheduling.fleets import fleet_of
 from tests.ownership.scheduling.fleets import worker as fleet_worker
@@ -74,14 +76,22 @@ def test_a_session_stays_where_it_was_served_before_the_directory_knows(known: K
 
 
 @pytest.mark.parametrize(
-    ("known_tokens", "reason"),
-    [(SIZE, "media"), (0, "tokens_differ"), (0, "directory_failed")],
+    ("known_tokens", "reason", "left"),
+    [
+        (SIZE, "media", [SIZE, len(PROMPT), len(PROMPT)]),
+        (0, "tokens_differ", [0, len(PROMPT), len(PROMPT)]),
+        (0, "directory_failed", [len(PROMPT), 0, len(PROMPT)]),
+    ],
 )
 def test_a_session_stays_where_it_was_served_if_the_view_has_less_of_it(
-    known: KnownFleet, monkeypatch: pytest.MonkeyPatch, known_tokens: int, reason: str
+    known: KnownFleet,
+    monkeypatch: pytest.MonkeyPatch,
+    known_tokens: int,
+    reason: str,
+    left: list[int],
 ) -> None:
     """After an image, of other names, or if only servers with KV events are known."""
-    prefix = WorkerPrefix(0, known_tokens, known_tokens)
+    prefix = WorkerPrefix(known_tokens, known_tokens, known_tokens)
     prefixes = dict.fromkeys(known.names, prefix) if known_tokens else {}
 
     async def find(path: str, body: object, now_s: float) -> PromptView:
@@ -92,7 +102,64 @@ def test_a_session_stays_where_it_was_served_if_the_view_has_less_of_it(
     wait_until(lambda: len(known.decisions()) == 6)
     last = known.decisions()[-1]
     told = {name: list(prefix) for name in prefixes}
-    assert last["prefixes"] == told | {last["worker"]: [0, len(PROMPT), len(PROMPT)]}
+    assert last["prefixes"] == told | {last["worker"]: left}
+
+
+@pytest.mark.parametrize("reason", [Reason.DIRECTORY_FAILED, Reason.TOKENS_DIFFER])
+def test_a_busy_workers_session_is_read_by_another_only_if_that_can_find_it(
+    monkeypatch: pytest.MonkeyPatch, reason: Reason
+) -> None:
+    async def find(path: str, body: object, now_s: float) -> PromptView:
+        return PromptView(20_000, {}, Certainty.DEGRADED, (reason,))
+
+    _, workers = workers_of("a", "b")
+    chains = FleetChains()
+    for name in ("a", "b"):
+        chains.told(name, [published(name)], 0.0)
+    views = PrefixViews(PromptIdentity(None, ChainCache()), chains, Trust(), None)
+    monkeypatch.setattr(views, "find", find)
+    placer = PolicyPlacer(scheduling_policy("ownerserve", Random(0)), views, WorkerFigures())
+    asked = request()
+    asked.door, asked.headers = DOORS["/v1/completions"], [(b"x-session-id", b"s")]
+
+    async def play() -> tuple[str, Placement]:
+        first = await placer.place(asked, lambda: workers)
+        assert isinstance(first, _Planned)
+        placer.on_sent(first, 0.0)
+        placer.on_first_byte(first, 0.1)
+        placer.on_ended(first, 0, 0.2)
+        assert first.first_token is not None
+        assert first.first_token.cancelled()
+        owner, ledger = first.worker.name, placer.ledger
+        assert ledger is not None
+        ledger.sent("other", Work(owner, owner, 10**6, 10**6), 0.2)
+        second = await placer.place(asked, lambda: workers)
+        assert isinstance(second, _Planned)
+        return owner, second.placement
+
+    owner, placement = asyncio.run(play())
+    views.close()
+    assert placement.decode_worker != owner
+    assert placement.source_worker == (owner if reason is Reason.TOKENS_DIFFER else None)
+
+
+def test_an_answer_that_is_not_streamed_counts_as_begun_when_that_is_predicted(
+    known: KnownFleet,
+) -> None:
+    """Its first byte comes at its end."""
+    stub = {"first_s": 600}
+    with begin(known.router, prompt=PROMPT, stub=stub, stream=True):
+        wait_until(lambda: sum(known.router.metric("in_flight", worker=x) for x in known.names))
+        ledger = known.placer.ledger
+        assert ledger is not None
+        [streams] = [x for x in known.names if ledger.own(x).prefilling]
+        [other] = {*known.names} - {streams}
+        with begin(known.router, prompt=PROMPT, stub=stub):
+            wait_until(lambda: ledger.own(other).decoding == 1)
+            assert ledger.own(streams).prefilling == 1, "its first token will be seen"
+    wait_until(lambda: len(known.decisions()) == 2)
+    assert [line["first_byte_s"] for line in known.decisions()] == [None, None]
+    assert known.router.metric("first_byte_seconds_count", path="completions") == 0
 
 
 def test_a_body_that_is_no_utf8_goes_to_a_worker_which_says_so(known: KnownFleet) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -208,6 +212,75 @@ def test_a_request_whose_end_is_not_told_is_freed_wherever_ray_sent_it(
                 await asyncio.sleep(0)
 
     playing(act)
+
+
+def test_the_time_of_an_earlier_choice_does_not_end_a_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def act(placing: ReplicaPlacing) -> None:
+        placing.replicas.update(NOTHING)
+        await placed_at(placing, "again")
+        placing.end_unseen("again")
+        monkeypatch.setattr(placing_module, "_UNSEEN_S", 600.0)
+        worker = (await placed_at(placing, "again")).worker
+        placing.end_unseen("again")
+        await asyncio.sleep(0.1)  # the first time is over
+        assert worker.in_flight == 1
+        placing.ended("again", worker.name)
+        assert worker.in_flight == 0
+
+    monkeypatch.setattr(placing_module, "_UNSEEN_S", 0.05)
+    playing(act)
+
+
+def test_a_request_counts_once_in_the_metrics_however_often_ray_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted = Counter[tuple[str, ...]]()
+
+    class Metric:
+        def __init__(self, name: str, *_: object) -> None:
+            self._name = name
+
+        def inc(self, tags: Mapping[str, str]) -> None:
+            counted[self._name, *tags.values()] += 1
+
+    class Base:
+        def update_replicas(self, replicas: object) -> None: ...
+
+    names = ("PendingRequest", "ReplicaID", "RunningReplica")
+    of_ray = SimpleNamespace(RequestRouter=Base, **dict.fromkeys(names))
+    monkeypatch.setitem(sys.modules, "ray.serve.request_router", of_ray)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "ray.util.metrics", SimpleNamespace(Counter=Metric))  # type: ignore[arg-type]
+    spec = spec_from_file_location("router", Path(placing_module.__file__).with_name("router.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(module := module_from_spec(spec))
+    replicas = [
+        SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats={})
+        for name in NOTHING
+    ]
+
+    async def act() -> None:
+        router = module.OwnerRouter()
+        router.initialize_state()
+        router.update_replicas(replicas)
+        for number in range(2):
+            pending = SimpleNamespace(
+                metadata=SimpleNamespace(
+                    internal_request_id=f"{number}", call_method="completions", session_id=""
+                ),
+                args=[Request(prompt=PROMPT)],
+                routing_context=SimpleNamespace(should_backoff=False),
+                future=asyncio.Future[None](),
+            )
+            for _ in range(3):
+                assert len(await router.choose_replicas(replicas, pending)) == 2
+        await router._placing.close()
+
+    asyncio.run(act())
+    assert counted.pop(("heterocache_router_placements", "blind", "colocated_prefill")) == 2
+    assert set(counted.values()) == {2}, "each reason of each request"
 
 
 def test_a_request_that_is_placed_again_counts_once() -> None:

@@ -86,6 +86,21 @@ def test_a_reservation_counts_at_its_worker_until_it_is_freed(known: KnownFleet)
     assert new["worker"] == first["worker"], "it is idle now, and the other is not"
 
 
+def test_a_reservation_of_tokens_has_its_first_token_when_its_proxy_says_so(
+    known: KnownFleet,
+) -> None:
+    """The first token of a body that asks for no stream is predicted."""
+    first = post(known.router, "/select_and_reserve", token_ids=[1] * 500)
+    body = {"body": {"prompt": [2] * 500}, "path": "/v1/completions"}
+    second = post(known.router, "/select_and_reserve", **body)
+    ledger = known.placer.ledger
+    assert ledger is not None
+    wait_until(lambda: ledger.own(second["worker"]).decoding == 1)
+    assert ledger.own(first["worker"]).prefilling == 1
+    for one in (first, second):
+        assert free(known.router, one["selection_id"]).status_code == 200
+
+
 def test_what_was_selected_is_reserved_at_that_worker(known: KnownFleet) -> None:
     known.store(0, 18)
     [other] = [x for x in workers(known.router) if x["worker"] == known.names[1]]

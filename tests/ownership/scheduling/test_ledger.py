@@ -229,6 +229,31 @@ def test_a_lost_request_is_given_up_in_time() -> None:
     assert (len(ledger), ledger.own("a"), ledger.lost_requests) == (2, Share(), 1)
 
 
+@pytest.mark.parametrize("end", [lambda ledger: ledger.failed("x", 1.0), _give_up])
+def test_a_request_that_has_failed_and_is_sent_again_is_no_return(
+    end: Callable[[Ledger], None],
+) -> None:
+    times = ThinkTimes(4)
+    ledger = Ledger(pair(), LIMITS, times)
+    ledger.sent("x", work(session="s"), 0.0)
+    end(ledger)
+    ledger.sent("again", work("b", session="s"), 101.0)
+    assert times.pace.num_gaps == 0
+    assert not ledger.sessions.has_sibling("s", 0)
+    ledger.ended("again", 9, 102.0)
+    ledger.sent("next", work("b", session="s"), 103.0)
+    assert times.pace.num_gaps == 1
+
+
+def test_what_others_sent_is_kept_once_a_worker_though_nothing_is_placed() -> None:
+    ledger = Ledger(pair(), LIMITS)
+    for number in range(10_000):
+        ledger.reported("ab"[number % 2], WorkerLoad(700, 1, 2, 3_000), number, number)
+    assert len(ledger._trusted) == 2
+    assert ledger.view(10_007.0).table().queued_tokens.tolist() == [700.0, 700.0]
+    assert ledger.view(10_008.0).table().queued_tokens.tolist() == [0.0, 700.0]
+
+
 def test_memory_is_bounded_whatever_is_lost() -> None:
     ledger = Ledger(pair(), LIMITS, ThinkTimes(4))
     for number in range(1_000):

@@ -98,6 +98,25 @@ def test_a_session_with_a_turn_under_way_is_not_idle() -> None:
     assert sessions.returning("a") == pytest.approx(before, rel=0.1)
 
 
+def test_a_session_is_not_expected_back_after_a_turn_that_has_failed() -> None:
+    sessions = table()
+    now_s = returning_sessions(sessions, 5)
+    before = sessions.returning("a")
+    for _ in range(3):
+        sessions.on_turn_start("0", "a", 5, now_s)
+    waiting = sessions.returning("a")
+    sessions.on_turn_failed("0", 5, now_s + 1.0)
+    sessions.on_turn_end("0", 5, now_s + 1.0)
+    assert sessions.has_sibling("0", 5)
+    assert sessions.returning("a") == waiting < before, "another turn is under way"
+    sessions.on_turn_end("0", 5, now_s + 1.5)
+    assert sessions.returning("a") == pytest.approx(before, rel=0.1)
+    sessions.on_turn_start("0", "a", 5, now_s + 2.0)
+    sessions.on_turn_failed("0", 5, now_s + 3.0)
+    assert not sessions.has_sibling("0", 5)
+    assert sessions.returning("a") == pytest.approx(waiting)
+
+
 def test_the_sessions_seen_last_are_kept() -> None:
     sessions = SessionTable(ThinkTimes(100), 5)
     now_s = returning_sessions(sessions, 3)
