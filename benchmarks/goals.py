@@ -1,4 +1,4 @@
-"""Goals of the benchmarks: their own tables and the page of figures take them from here."""
+"""Goals of the figures on the page of figures, which the benchmarks' own tables show, too."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ time on this machine; `--rate` gives another.
 
 With `--rounds` every policy plays the first round, and those whose task time was at most `_CLOSE`
 times `ownerserve`'s the further ones. Only a run with the default sessions, model, policies, setups
-and parts of the cores writes results.
+and parts of the cores, and with the losing case, writes results.
 
 `live_over_best`: `ownerserve`'s task time over the best policy's, the worse of both setups.
 `ownerserve` plays first and once more last. `last_over_first` is how far two runs of one policy are
@@ -398,9 +398,9 @@ def headline(runs: Mapping[str, Sequence[Run]], rounds: int) -> dict[str, Any]:
             for policy, found in by_turns.items()
         },
         "last_over_first": round(mean(last.played.task_s) / mean(first.played.task_s), 3),
-        "busy": round(mean(x.busy for found in runs.values() for x in found), 3),
-        "machine": round(mean(x.machine for found in runs.values() for x in found), 3),
-        "own": round(mean(x.own for found in runs.values() for x in found), 3),
+        "busy": round(mean(x.busy for found in by_turns.values() for x in found), 3),
+        "machine": round(mean(x.machine for found in by_turns.values() for x in found), 3),
+        "own": round(mean(x.own for found in by_turns.values() for x in found), 3),
     }
 
 

@@ -59,5 +59,6 @@ class HeteroBackend(BaseConnectorBackend):
         """Return the request for the decoder, told where it may resume."""
         decode = request.model_copy(deep=True)
         answered = getattr(prefill_response, "kv_transfer_params", None)
-        decode.kv_transfer_params = decode_parameters(request.kv_transfer_params, answered)
+        if answered:  # a prefiller that shares nothing says nothing
+            decode.kv_transfer_params = decode_parameters(request.kv_transfer_params, answered)
         return decode

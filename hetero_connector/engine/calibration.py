@@ -89,7 +89,7 @@ def calibrate(
         extra["dram_gib"] = dram_gib
     with tempfile.TemporaryDirectory(dir=ssd_dir, prefix="calibration-") as scratch:
         if ssd_dir is not None:
-            extra |= {"ssd_dir": scratch, "ssd_gib": extra["dram_gib"]}
+            extra |= {"ssd_dir": scratch, "ssd_gib": dram_gib or 1.0}  # its space is taken whole
         engine = _Engine(model, engine_arguments, extra)
         try:
             computed, costs = list(engine.teach(on_ssd=ssd_dir is not None)), engine.costs

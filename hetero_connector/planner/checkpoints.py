@@ -323,7 +323,7 @@ class KeptBoundaries:
     def steps_to(self, keys: Iterable[ChunkKey]) -> int | None:
         """Count the `keys`, a chain from its end backwards, up to the first kept boundary.
 
-        None if there is none among the first 1,024: then `NEVER` costs more than it should.
+        None if there is none among the first 1,024: then the request counts as having found none.
         """
         for steps, key in zip(range(_MAX_STEPS), keys, strict=False):
             if key in self._keys:

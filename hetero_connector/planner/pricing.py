@@ -40,7 +40,7 @@ _TIERS = tuple(Tier)
 
 Parking = Literal["never", "long", "always"]
 """The loads that park their request: none, those that would delay running decodes by more than one
-of their steps, or all."""
+of their steps, or all (journals of earlier engines with recurrent state)."""
 
 
 @dataclass(frozen=True)

@@ -244,6 +244,11 @@ class ThinkTimes:
             (LATE - EARLY) * return_rate,
         )
 
+    def on_turn_failed(self, key: Hashable) -> None:
+        """A turn has ended without an answer: it may be sent again, so no wait begins."""
+        if (session := self._sessions.get(key)) is not None:
+            session.running = max(0, session.running - 1)
+
     def forget(self, key: Hashable) -> None:
         """The session has ended: no next turn is waited for."""
         self._sessions.pop(key, None)

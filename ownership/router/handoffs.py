@@ -27,7 +27,9 @@ _ONE_TOKEN: Mapping[str, Mapping[str, Any]] = {
 _OF_STORED_STATE = ("no_store", "ttl_s", "priority")
 """Fields in `heterocache` that are about the state that a request stores."""
 _OF_PROMPT = ("kv_load_tiers", "max_load_tokens", "max_offload_tokens", "prompt_token_ids")
-"""Fields next to it that are about the prompt, and the state that is loaded and stored for it."""
+"""Fields next to it that are about the prompt, and the state that is loaded and stored for it.
+
+The router hands nothing off that has one of the first three (`can_hand_off`); Ray does."""
 _PREFILLS_OWN = frozenset({"heterocache", "remote_prefill_cached_tokens"})
 """Not passed on: a prefill's report, and its prefix hits, which vLLM would count as the other's."""
 

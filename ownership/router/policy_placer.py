@@ -31,7 +31,7 @@ from ownership.router.placer import Candidates, Forecast, LeastLoaded, Placed, P
 from ownership.router.reports import LoadReport
 from ownership.router.requests import RouterRequest
 from ownership.router.shared_ledger import SharedLedger
-from ownership.router.view import Certainty, PrefixViews, PromptView, Reason
+from ownership.router.view import Certainty, PrefixViews, PromptView
 from ownership.router.workers import Worker
 from ownership.scheduling import (
     Ledger,
@@ -57,8 +57,6 @@ _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _SESSION_HEADERS = [(name, name.encode()) for name in SESSION_HEADERS]
 _BYTES_PER_TOKEN = 4
 """A guess, for a body whose tokens are not known."""
-_DIRECTORY_DOWN = frozenset({Reason.DIRECTORY_FAILED, Reason.DIRECTORY_LATE})
-"""Reasons for which workers may not find each other's state either."""
 _MEDIA = (b";base64,", b'"data":"', b'"data": "')
 """The begins of media in a body, up to the next quote. To look for them costs less than a parse."""
 
@@ -87,7 +85,7 @@ class _Planned(Placed):
     sent_s: float = 0.0
     first_byte_s: float | None = None
     first_token: asyncio.TimerHandle | None = None
-    """The prediction of an answer that is not streamed; None for others."""
+    """For an answer that is not streamed: its first token, at the time that was predicted."""
 
     def forecast(self) -> Forecast | None:
         decision = self.decision
@@ -205,6 +203,7 @@ class PolicyPlacer:
             except ValueError as error:
                 problem = str(error)
         placed.decoded = None
+        since_s = 0.0
         if problem:  # the worker that decodes computes the prompt, from what it has of it
             self._ledger.failed(placed, now_s)
             placed.placement = whole(placed.placement)
@@ -214,9 +213,10 @@ class PolicyPlacer:
                 self._ledger.sent(placed, Work.of(placed.step, placed.placement), now_s)
         else:
             self._ledger.handed_off(placed, now_s)
+            since_s = now_s - placed.sent_s
             if placed.prefill is not None:
                 self._compare(placed, placed.prefill.worker, answer_id(answer))
-        self._expect_first_token(placed, self._ledger)
+        self._expect_first_token(placed, self._ledger, since_s)
         if placed.record is not None:
             placed.record.prefill_s = now_s - placed.sent_s
             placed.record.prefill_problem = problem or None
@@ -245,15 +245,16 @@ class PolicyPlacer:
             self._ledger.failed(placed, now_s)
             self._write(placed, now_s, None, has_failed=True)
 
-    def _expect_first_token(self, placed: _Planned, ledger: Ledger) -> None:
+    def _expect_first_token(self, placed: _Planned, ledger: Ledger, since_s: float = 0.0) -> None:
         """Count an answer that is not streamed as begun when that is predicted.
 
         Its first byte comes at its end, so the prompt would count as queued for all of the decode.
+        `since_s`: the seconds of the prediction that are over.
         """
         ttft_s = placed.predicted_ttft_s
         if not placed.request.is_stream and ttft_s is not None and math.isfinite(ttft_s):
             placed.first_token = asyncio.get_running_loop().call_later(
-                ttft_s, lambda: ledger.first_token(placed, time.monotonic())
+                max(0.0, ttft_s - since_s), lambda: ledger.first_token(placed, time.monotonic())
             )
 
     def _decide(
@@ -270,8 +271,7 @@ class PolicyPlacer:
         ledger, by_name = self._ledger, self._by_name
         assert ledger is not None  # there is a candidate
         session_id = _session_id(request, body)
-        is_readable = self._can_hand_off and not self._views.unlisted
-        is_readable &= _DIRECTORY_DOWN.isdisjoint(view.reasons)
+        is_readable = self._can_hand_off and self._views.can_read_each_other
         view, step = self._step(request, body, session_id, view, ledger, is_readable=is_readable)
         if isinstance(ledger, SharedLedger):
             view = view.with_doubts(ledger.doubts(now_s))

@@ -413,7 +413,7 @@ class Ledger:
         if session_id and is_answered:
             self._changed |= self.sessions.on_turn_end(session_id, boundary_tokens, now_s)
         elif session_id:
-            self.sessions.on_turn_failed(session_id, boundary_tokens, now_s)
+            self.sessions.on_turn_failed(session_id, boundary_tokens)
 
     def _give_up_old(self, now_s: float) -> None:
         while True:

@@ -112,16 +112,13 @@ class SessionTable:
         self._num_idle[idle.owner] += 1
         return changed | {idle.owner}
 
-    def on_turn_failed(self, session_id: str, boundary_tokens: int, now_s: float) -> None:
+    def on_turn_failed(self, session_id: str, boundary_tokens: int) -> None:
         """A turn has ended without an answer. It may be sent again, which is no return.
 
-        So the session is not waited for, and its own think times are learned anew.
+        So the session is not waited for.
         """
-        session = self._take_turn(session_id, boundary_tokens)
-        if session is not None and session.in_flight:
-            self._think_times.on_turn_end(session_id, now_s)  # nothing is waited for meanwhile
-        else:
-            self._think_times.forget(session_id)
+        self._take_turn(session_id, boundary_tokens)
+        self._think_times.on_turn_failed(session_id)
 
     def expire(self, now_s: float) -> set[str]:
         """Expect overdue sessions no more. Returns the workers whose `returning` has changed."""

@@ -148,4 +148,3 @@ HYBRID = ModelSpec(
     (layer("full", 0), layer("swa", 1, StateType.WINDOW_SWA, window=32)), alignment=16
 )
 DENSE = ModelSpec((layer("full", 0),), alignment=16)
-RECURRENT = ModelSpec((*DENSE.layers, layer("linear", 1, StateType.RECURRENT)), alignment=16)

@@ -208,7 +208,7 @@ def test_the_dram_tier_is_the_connector_s_unless_another_size_is_given(
     keys = {"planner": "never_load"} | ({"dram_gib": served} if served else {})
     calibration.calibrate("a-model", {}, tmp_path, dram_gib, keys)
     extra = start.call_args.args[2]
-    assert (extra["dram_gib"], extra["ssd_gib"]) == (taken, taken)
+    assert (extra["dram_gib"], extra["ssd_gib"]) == (taken, dram_gib or 1.0)
     assert extra["planner"] == "always_load"
 
 

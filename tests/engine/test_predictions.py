@@ -110,6 +110,23 @@ def test_waiting_for_pages_is_no_loss(watched: Watched) -> None:
     ]
 
 
+def test_waiting_for_the_load_of_another_request_is_a_loss(watched: Watched) -> None:
+    watched.engine.side._restorer._clock = lambda: watched.now_s
+    request = FakeRequest("b", tokens(200))
+    assert watched.engine.ask(request) == 192
+    watched.engine.side._trackers["b"].awaits = "a"
+    watched.now_s += 3.0
+    assert watched.engine.admit(request) == 192
+    watched.engine.step(b=8)
+    request.all_token_ids.append(7)
+    watched.engine.step(b=1)
+    recorded = watched.engine.recorder.drain() or {}
+    (decision,) = watched.made
+    assert watched.timings(recorded)["reuse_benefit_seconds{kind=lost}"] == [
+        pytest.approx(3.0 - decision.predicted.ttft_s - decision.reuse_benefit_s)
+    ]
+
+
 @pytest.mark.parametrize("planned", [False, True])
 def test_a_request_that_restores_nothing_saves_and_loses_nothing(
     watched: Watched, planned: bool

@@ -56,6 +56,7 @@ from hetero_connector.units import GIB
 from tests.engine.fakes import DENSE, HYBRID, layer
 
 LAYOUT = ArtifactLayout(HYBRID, 64)
+MAMBA = kvi.MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,))
 
 
 def geometry_of(model: ModelSpec, refusal: str | None) -> WorkerGeometry:
@@ -236,18 +237,22 @@ def test_a_write_budget_smaller_than_a_chunk_brings_a_warning() -> None:
 @pytest.mark.parametrize(
     ("groups", "batches", "policy", "recovers"),
     [
-        (1, 1, "recompute", True),
-        (2, 1, "fail", False),
-        (1, 2, "recompute", False),
-        (1, 2, "fail", True),
+        ([None], 1, "recompute", True),
+        ([None, None], 1, "fail", False),
+        ([None], 2, "recompute", False),
+        ([None], 2, "fail", True),
+        ([MAMBA], 1, "recompute", False),
+        ([MAMBA], 1, "fail", True),
     ],
 )
 def test_vllm_recovers_from_a_lost_load_of_one_group_and_one_step_at_a_time(
-    groups: int, batches: int, policy: str, recovers: bool
+    groups: list[kvi.MambaSpec | None], batches: int, policy: str, recovers: bool
 ) -> None:
     transfer = SimpleNamespace(kv_load_failure_policy=policy)
     config: Any = SimpleNamespace(kv_transfer_config=transfer, max_concurrent_batches=batches)
-    kv_cache: Any = SimpleNamespace(kv_cache_groups=[None] * groups)
+    kv_cache: Any = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=x) for x in groups]
+    )
     assert _recovers(config, kv_cache) is recovers
 
 
@@ -264,7 +269,7 @@ def test_the_load_failure_policy_is_that_of_a_multi_connector_not_of_its_child()
     )
     engine.scheduler_config.async_scheduling = True
     ((_, config),) = MultiConnector._get_connector_classes_and_configs(engine)
-    kv_cache: Any = SimpleNamespace(kv_cache_groups=[None])
+    kv_cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=None)])
     with set_current_vllm_config(engine):
         assert not _recovers(config, kv_cache)
     engine.scheduler_config.async_scheduling = False

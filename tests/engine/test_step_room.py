@@ -19,31 +19,40 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import RequestStatus
 
 from hetero_connector.engine.scheduler.step_room import StepRoom
-from tests.engine.fakes import DENSE, RECURRENT, FakeRequest
+from hetero_connector.spec import ModelSpec, StateType
+from tests.engine.fakes import DENSE, FakeRequest, layer
 
 BLOCK = 16
 RESTORED = 4 * BLOCK
 PROMPT = RESTORED + 5
-ADMITTED = 5 + 2
-"""The blocks of the request below: five of attention, the restored state and the running one."""
+NUM_RECURRENT = 3
+ADMITTED = 5 + 2 * NUM_RECURRENT
+"""The blocks of the request below: five of attention; restored states and running ones."""
+MODEL = ModelSpec(
+    (*DENSE.layers, *(layer(f"r{i}", i, StateType.RECURRENT) for i in range(1, NUM_RECURRENT + 1))),
+    alignment=BLOCK,
+)
 
 
 def manager_of(free_blocks: int, num_speculative_blocks: int = 0) -> KVCacheManager:
-    """Return vLLM's manager for one attention and one recurrent group, with so many blocks."""
+    """Return vLLM's manager for one attention and three recurrent groups, with so many blocks."""
     groups = [
         KVCacheGroupSpec(
             ["full"],
             FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=4, dtype=torch.float32),
         ),
-        KVCacheGroupSpec(
-            ["linear"],
-            MambaSpec(
-                block_size=BLOCK,
-                shapes=((4, 4),),
-                dtypes=(torch.float32,),
-                mamba_cache_mode="align",
-                num_speculative_blocks=num_speculative_blocks,
-            ),
+        *(
+            KVCacheGroupSpec(
+                [f"r{i}"],
+                MambaSpec(
+                    block_size=BLOCK,
+                    shapes=((4, 4),),
+                    dtypes=(torch.float32,),
+                    mamba_cache_mode="align",
+                    num_speculative_blocks=num_speculative_blocks,
+                ),
+            )
+            for i in range(NUM_RECURRENT)
         ),
     ]
     return KVCacheManager(KVCacheConfig(free_blocks + 1, [], groups), 1024, BLOCK, BLOCK)
@@ -64,7 +73,7 @@ def admit(manager: KVCacheManager, *, between_steps: bool) -> bool:
 
 
 def room_of(manager: KVCacheManager) -> bool:
-    room = StepRoom(RECURRENT)
+    room = StepRoom(MODEL)
     room.bind(manager)
     return room.suffices(PROMPT)
 
@@ -75,10 +84,10 @@ def test_vllm_counts_a_block_too_few() -> None:
         admit(manager_of(ADMITTED - 1), between_steps=False)
 
 
-@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("drafts", [0, 8])
 def test_with_room_no_admission_fails(drafts: int) -> None:
     roomy = 0
-    for free in range(1, 40):
+    for free in range(1, 60):
         if room_of(manager_of(free, drafts)):
             assert admit(manager_of(free, drafts), between_steps=False)
             roomy += 1

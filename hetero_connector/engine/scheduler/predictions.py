@@ -151,7 +151,7 @@ class Predictions:
         tracker.wait = None
         now_s = self._clock()
         if wait.decision is not None:
-            self._record(wait, wait.decision, now_s - wait.begun_s)
+            self._record(tracker, wait, wait.decision, now_s - wait.begun_s)
         report = self._report(tracker, wait, now_s)
         tracker.report = tracker.report or report
         self._recent[report.request_id] = report
@@ -170,7 +170,9 @@ class Predictions:
         self._recent[report.request_id] = report
         return report
 
-    def _record(self, wait: Wait, decision: RestoreDecision, took_s: float) -> None:
+    def _record(
+        self, tracker: RequestTracker, wait: Wait, decision: RestoreDecision, took_s: float
+    ) -> None:
         for tier in decision.declined:
             self._load.fade(tier)
         if low_utility := wait.low_utility_chunks:
@@ -185,9 +187,9 @@ class Predictions:
             ratio = took_s / predicted_s
             self._recorder.observe("heterocache_prediction_ratio", ratio, choice=wait.choice)
         if (admission := wait.admission) is not None and admission.restore is not None:
-            # Computing would have waited for pages, too.
-            expected_s = max(admission.staging_s, decision.predicted.queue_s)
-            took_s -= max(0.0, admission.admitted_s - wait.begun_s - expected_s)
+            if tracker.awaits is None:  # computing would have waited for pages, too
+                expected_s = max(admission.staging_s, decision.predicted.queue_s)
+                took_s -= max(0.0, admission.admitted_s - wait.begun_s - expected_s)
             self._record_benefit(decision.reuse_benefit_s, took_s - predicted_s)
 
     def _record_benefit(self, predicted_s: float, late_s: float) -> None:

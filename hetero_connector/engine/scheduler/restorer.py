@@ -112,7 +112,7 @@ class Restorer:
                 return None
             if not pending.handle.failed:
                 self._end_staging(tracker)
-                if self._must_park(tracker):
+                if not self.step_room.suffices(int(tracker.request.num_tokens)):
                     pending.plan = replace(pending.plan, parked=True)
                 return pending.plan.resume_tokens - local_tokens
             self._exclude(tracker, pending)
@@ -246,8 +246,6 @@ class Restorer:
                 return None
             stored = []  # evicted since the last plan, or in the engine's own cache by now
         load = self._engine_load(tracker)
-        if self._must_park(tracker):
-            load = replace(load, parking="always")
         now_s, attempts, left_s = self._clock(), tracker.attempts, self._deadline_s
         if attempts is not None and attempts.staged_s is None:
             left_s = max(0.0, left_s - attempts.seconds(now_s))
@@ -273,9 +271,6 @@ class Restorer:
             wanted += _shared_wanted(self._model, shared)
         handle = self._store.begin_restore(wanted, copies, within_s=left_s)
         return PendingRestore(plan, handle, local_tokens, shared=shared)
-
-    def _must_park(self, tracker: RequestTracker) -> bool:
-        return not self.step_room.suffices(int(tracker.request.num_tokens))
 
     def _find_shared(
         self, tracker: RequestTracker, plan: RestorePlan, local_tokens: int

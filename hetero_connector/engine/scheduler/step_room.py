@@ -15,9 +15,9 @@ from hetero_connector.spec import ModelSpec, StateType
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-_STATES = 5
-"""The most blocks that an admission takes of a recurrent group, without those of drafts: of a local
-hit and its copy, the restored state, a checkpoint, and what the step computes."""
+_STATES = 3
+"""The most blocks that an admission takes of a recurrent group, without those of drafts: for the
+restored state, a checkpoint inside the step, and the state after it."""
 
 
 class StepRoom:

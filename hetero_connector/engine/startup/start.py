@@ -136,14 +136,17 @@ def _recovers(config: VllmConfig, kv_cache: KVCacheConfig) -> bool:
     """Return False if vLLM takes no report of blocks, or would compute them again too late.
 
     It takes reports for one KV cache group. With async scheduling or pipeline stages it takes the
-    next step's tokens for this one's. A MultiConnector's own policy counts, not that of a child.
+    next step's tokens for this one's, and recurrent state it would look for one block before the
+    lost one, where there is none. A MultiConnector's own policy counts, not that of a child.
     """
     from vllm.config import get_current_vllm_config_or_none
+    from vllm.v1.kv_cache_interface import MambaSpec
 
     transfer = (get_current_vllm_config_or_none() or config).kv_transfer_config
     assert transfer is not None
-    is_late = transfer.kv_load_failure_policy == "recompute" and config.max_concurrent_batches > 1
-    return len(kv_cache.kv_cache_groups) == 1 and not is_late
+    groups = [x.kv_cache_spec for x in kv_cache.kv_cache_groups]
+    goes_on = config.max_concurrent_batches == 1 and not isinstance(groups[0], MambaSpec)
+    return len(groups) == 1 and (goes_on or transfer.kv_load_failure_policy != "recompute")
 
 
 def open_scheduler_side(

@@ -95,6 +95,8 @@ def test_a_session_stays_where_it_was_served_if_the_view_has_less_of_it(
     prefixes = dict.fromkeys(known.names, prefix) if known_tokens else {}
 
     async def find(path: str, body: object, now_s: float) -> PromptView:
+        if reason == Reason.DIRECTORY_FAILED:
+            known.views._breaker.on_failure()
         return PromptView(len(PROMPT), prefixes, Certainty.DEGRADED, (reason,))
 
     monkeypatch.setattr(known.views, "find", find)
@@ -110,6 +112,8 @@ def test_a_busy_workers_session_is_read_by_another_only_if_that_can_find_it(
     monkeypatch: pytest.MonkeyPatch, reason: Reason
 ) -> None:
     async def find(path: str, body: object, now_s: float) -> PromptView:
+        if reason is Reason.DIRECTORY_FAILED:
+            views._breaker.on_failure()
         return PromptView(20_000, {}, Certainty.DEGRADED, (reason,))
 
     _, workers = workers_of("a", "b")

@@ -105,16 +105,33 @@ def test_a_session_is_not_expected_back_after_a_turn_that_has_failed() -> None:
     for _ in range(3):
         sessions.on_turn_start("0", "a", 5, now_s)
     waiting = sessions.returning("a")
-    sessions.on_turn_failed("0", 5, now_s + 1.0)
+    sessions.on_turn_failed("0", 5)
     sessions.on_turn_end("0", 5, now_s + 1.0)
     assert sessions.has_sibling("0", 5)
     assert sessions.returning("a") == waiting < before, "another turn is under way"
     sessions.on_turn_end("0", 5, now_s + 1.5)
     assert sessions.returning("a") == pytest.approx(before, rel=0.1)
     sessions.on_turn_start("0", "a", 5, now_s + 2.0)
-    sessions.on_turn_failed("0", 5, now_s + 3.0)
+    sessions.on_turn_failed("0", 5)
     assert not sessions.has_sibling("0", 5)
     assert sessions.returning("a") == pytest.approx(waiting)
+
+
+def test_a_turn_that_fails_leaves_what_its_session_has_taught() -> None:
+    think_times = ThinkTimes(100)
+    sessions = SessionTable(think_times, 10)
+    for turn in range(12):
+        sessions.on_turn_start("a", "w", 5, 301.0 * turn)
+        expected = think_times.on_turn_end("a", 301.0 * turn + 1.0)
+        think_times.on_turn_start("a", 301.0 * turn + 1.0)  # the table ends the turn itself
+        sessions.on_turn_end("a", 5, 301.0 * turn + 1.0)
+    sessions.on_turn_start("a", "w", 5, 4000.0)
+    sessions.on_turn_failed("a", 5)
+    sessions.on_turn_start("a", "w", 5, 4000.1)
+    again = think_times.on_turn_end("a", 4001.0)
+    assert expected is not None
+    assert again is not None
+    assert again.latest_s - 4001.0 > 100.0, "its own pauses, and not a tenth of a second"
 
 
 def test_the_sessions_seen_last_are_kept() -> None:
