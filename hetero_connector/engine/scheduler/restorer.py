@@ -246,9 +246,6 @@ class Restorer:
                 return None
             stored = []  # evicted since the last plan, or in the engine's own cache by now
         load = self._engine_load(tracker)
-        now_s, attempts, left_s = self._clock(), tracker.attempts, self._deadline_s
-        if attempts is not None and attempts.staged_s is None:
-            left_s = max(0.0, left_s - attempts.seconds(now_s))
         decision = self._planner.plan(
             stored,
             local_tokens,
@@ -256,21 +253,29 @@ class Restorer:
             known,
             load,
             may_replay=self.may_replay and replayable(tracker.request),
-            deadline_s=left_s,
+            deadline_s=self._left_s(tracker.attempts),
         )
         self._predictions.on_decision(tracker, decision, known)
         plan = decision.plan
         if plan is None:
             return None
-        tracker.attempts = attempts or Attempts(now_s)
+        now_s = self._clock()
+        tracker.attempts = tracker.attempts or Attempts(now_s)
         tracker.attempts.begin(now_s)
         copies = self._peers.copies(tracker)
         shared = self._find_shared(tracker, plan, local_tokens)
         wanted = _wanted(plan)
         if shared is not None:
             wanted += _shared_wanted(self._model, shared)
+        left_s = self._left_s(tracker.attempts)
         handle = self._store.begin_restore(wanted, copies, within_s=left_s)
         return PendingRestore(plan, handle, local_tokens, shared=shared)
+
+    def _left_s(self, attempts: Attempts | None) -> float:
+        """Return the seconds in which the artifacts of the next attempt must be in DRAM."""
+        if attempts is None or attempts.staged_s is not None:
+            return self._deadline_s
+        return max(0.0, self._deadline_s - attempts.seconds(self._clock()))
 
     def _find_shared(
         self, tracker: RequestTracker, plan: RestorePlan, local_tokens: int
