@@ -95,11 +95,11 @@ def texts(found: Any) -> Iterator[str]:
             yield value
 
 
-CHAT = {"messages": [{"role": "user", "content": "Who owns this prefix?"}], "max_tokens": 12}
+CHAT = {"messages": [{"role": "user", "content": "Who owns this prefix?"}], "max_tokens": 48}
 REQUESTS: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": prompt_tokens(300, seed=3), "max_tokens": 12, "logprobs": 5},
+    "/v1/completions": {"prompt": prompt_tokens(300, seed=3), "max_tokens": 48, "logprobs": 5},
     "/v1/chat/completions": CHAT | {"logprobs": True, "top_logprobs": 5},
-    "/v1/responses": {"input": "Who owns this prefix?", "max_output_tokens": 12},
+    "/v1/responses": {"input": "Who owns this prefix?", "max_output_tokens": 48},
     "/v1/messages": CHAT,
     "/v1/messages/count_tokens": {"messages": CHAT["messages"]},
     "/tokenize": {"prompt": "Who owns this prefix?"},
