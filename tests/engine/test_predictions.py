@@ -92,16 +92,25 @@ def test_a_restore_that_is_faster_than_computing_is_not_lost(watched: Watched) -
     ]
 
 
-def test_waiting_for_pages_is_no_loss(watched: Watched) -> None:
+def recorded_after_a_wait(watched: Watched, awaits: str | None) -> Any:
+    """Admit a request three seconds after its answer; return what is recorded at its first token.
+
+    `awaits`: the request whose load it has waited for, if any.
+    """
     watched.engine.side._restorer._clock = lambda: watched.now_s
     request = FakeRequest("b", tokens(200))
     assert watched.engine.ask(request) == 192
+    watched.engine.side._trackers["b"].awaits = awaits
     watched.now_s += 3.0
     assert watched.engine.admit(request) == 192
     watched.engine.step(b=8)
     request.all_token_ids.append(7)
     watched.engine.step(b=1)
-    recorded = watched.engine.recorder.drain() or {}
+    return watched.engine.recorder.drain()
+
+
+def test_waiting_for_pages_is_no_loss(watched: Watched) -> None:
+    recorded = recorded_after_a_wait(watched, None)
     assert "heterocache_lost_restores{}" not in recorded["counters"]
     (decision,), timings = watched.made, watched.timings(recorded)
     assert timings["ttft_seconds{kind=observed}"] == [3.0]
@@ -111,16 +120,7 @@ def test_waiting_for_pages_is_no_loss(watched: Watched) -> None:
 
 
 def test_waiting_for_the_load_of_another_request_is_a_loss(watched: Watched) -> None:
-    watched.engine.side._restorer._clock = lambda: watched.now_s
-    request = FakeRequest("b", tokens(200))
-    assert watched.engine.ask(request) == 192
-    watched.engine.side._trackers["b"].awaits = "a"
-    watched.now_s += 3.0
-    assert watched.engine.admit(request) == 192
-    watched.engine.step(b=8)
-    request.all_token_ids.append(7)
-    watched.engine.step(b=1)
-    recorded = watched.engine.recorder.drain() or {}
+    recorded = recorded_after_a_wait(watched, "a")
     (decision,) = watched.made
     assert watched.timings(recorded)["reuse_benefit_seconds{kind=lost}"] == [
         pytest.approx(3.0 - decision.predicted.ttft_s - decision.reuse_benefit_s)

@@ -149,11 +149,8 @@ def test_waiting_for_pages_does_not_shorten_a_new_restores_deadline(
     engine.side.close()
 
 
-def test_all_attempts_of_a_request_share_one_deadline(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The first attempt loses an artifact after most of the time."""
-    engine = on_ssd(tmp_path)
+def one_lost_late(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> OneLost:
+    """Let the engine lose an artifact after three quarters of a request's time."""
     now_s = 0.0
 
     def pass_time() -> None:
@@ -164,6 +161,15 @@ def test_all_attempts_of_a_request_share_one_deadline(
     reads = OneLost(engine.store, {1})
     reads.on_lost = pass_time
     monkeypatch.setattr(engine.store, "begin_restore", reads)
+    return reads
+
+
+def test_all_attempts_of_a_request_share_one_deadline(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first attempt loses an artifact after most of the time."""
+    engine = on_ssd(tmp_path)
+    reads = one_lost_late(engine, monkeypatch)
     assert answer(engine, FakeRequest("b", tokens(400)), local=0) == 320
     assert reads.limits_s == [LOAD_DEADLINE_S, 0.25 * LOAD_DEADLINE_S]
     engine.side.close()
@@ -177,16 +183,7 @@ def test_a_later_attempt_is_planned_for_the_time_that_is_left(
     byte_s = 0.1 * LOAD_DEADLINE_S / engine.layout.artifact_bytes(KV, 0, CHUNK)
     engine.costs.load = LoadModel([KV], {Tier.SSD: TierRates(0.0, {KV: byte_s}, byte_s)})
     engine.costs.compute = ComputeRegression(ComputeCoefficients(0.0, 10.0 * LOAD_DEADLINE_S, 0.0))
-    now_s = 0.0
-
-    def pass_time() -> None:
-        nonlocal now_s
-        now_s += 0.75 * LOAD_DEADLINE_S
-
-    monkeypatch.setattr(engine.side._restorer, "_clock", lambda: now_s)
-    reads = OneLost(engine.store, {1})
-    reads.on_lost = pass_time
-    monkeypatch.setattr(engine.store, "begin_restore", reads)
+    reads = one_lost_late(engine, monkeypatch)
     assert answer(engine, FakeRequest("b", tokens(400)), local=0) == 128, "two chunks"
     assert reads.begun == 2
     engine.side.close()

@@ -56,7 +56,7 @@ from hetero_connector.units import GIB
 from tests.engine.fakes import DENSE, HYBRID, layer
 
 LAYOUT = ArtifactLayout(HYBRID, 64)
-MAMBA = kvi.MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,))
+RECURRENT = ModelSpec((layer("linear", 0, StateType.RECURRENT),), alignment=16)
 
 
 def geometry_of(model: ModelSpec, refusal: str | None) -> WorkerGeometry:
@@ -235,25 +235,23 @@ def test_a_write_budget_smaller_than_a_chunk_brings_a_warning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "batches", "policy", "recovers"),
+    ("groups", "batches", "policy", "model", "recovers"),
     [
-        ([None], 1, "recompute", True),
-        ([None, None], 1, "fail", False),
-        ([None], 2, "recompute", False),
-        ([None], 2, "fail", True),
-        ([MAMBA], 1, "recompute", False),
-        ([MAMBA], 1, "fail", True),
+        (1, 1, "recompute", DENSE, True),
+        (2, 1, "fail", DENSE, False),
+        (1, 2, "recompute", DENSE, False),
+        (1, 2, "fail", DENSE, True),
+        (1, 1, "recompute", RECURRENT, False),
+        (1, 1, "fail", RECURRENT, True),
     ],
 )
 def test_vllm_recovers_from_a_lost_load_of_one_group_and_one_step_at_a_time(
-    groups: list[kvi.MambaSpec | None], batches: int, policy: str, recovers: bool
+    groups: int, batches: int, policy: str, model: ModelSpec, recovers: bool
 ) -> None:
     transfer = SimpleNamespace(kv_load_failure_policy=policy)
     config: Any = SimpleNamespace(kv_transfer_config=transfer, max_concurrent_batches=batches)
-    kv_cache: Any = SimpleNamespace(
-        kv_cache_groups=[SimpleNamespace(kv_cache_spec=x) for x in groups]
-    )
-    assert _recovers(config, kv_cache) is recovers
+    kv_cache: Any = SimpleNamespace(kv_cache_groups=[None] * groups)
+    assert _recovers(config, kv_cache, model) is recovers
 
 
 def test_the_load_failure_policy_is_that_of_a_multi_connector_not_of_its_child() -> None:
@@ -269,12 +267,12 @@ def test_the_load_failure_policy_is_that_of_a_multi_connector_not_of_its_child()
     )
     engine.scheduler_config.async_scheduling = True
     ((_, config),) = MultiConnector._get_connector_classes_and_configs(engine)
-    kv_cache: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=None)])
+    kv_cache: Any = SimpleNamespace(kv_cache_groups=[None])
     with set_current_vllm_config(engine):
-        assert not _recovers(config, kv_cache)
+        assert not _recovers(config, kv_cache, DENSE)
     engine.scheduler_config.async_scheduling = False
     with set_current_vllm_config(engine):
-        assert _recovers(config, kv_cache)
+        assert _recovers(config, kv_cache, DENSE)
 
 
 def test_pipeline_stages_together_have_the_geometry_of_one_stage() -> None:

@@ -116,7 +116,7 @@ def open_worker_side(
         recorder,
         any_tp=_uses_any_tp(config, model),
         microbatches=vllm_config.parallel_config.use_ubatching,
-        recovers=_recovers(vllm_config, kv_cache),
+        recovers=_recovers(vllm_config, kv_cache, model),
         copy_engines=_copy_engines(config, vllm_config),
     )
 
@@ -132,21 +132,21 @@ def _copy_engines(config: HeteroConfig, vllm_config: VllmConfig) -> CopyEngines 
     return CostProfile.read(config.planner_profile).copy_engines
 
 
-def _recovers(config: VllmConfig, kv_cache: KVCacheConfig) -> bool:
+def _recovers(config: VllmConfig, kv_cache: KVCacheConfig, model: ModelSpec) -> bool:
     """Return False if vLLM takes no report of blocks, or would compute them again too late.
 
     It takes reports for one KV cache group. With async scheduling or pipeline stages it takes the
-    next step's tokens for this one's, and recurrent state it would look for one block before the
-    lost one, where there is none. A MultiConnector's own policy counts, not that of a child.
+    next step's tokens for this one's. It goes on from the block before a lost one, where a
+    recurrent layer has no state. A MultiConnector's own policy counts, not that of a child.
     """
     from vllm.config import get_current_vllm_config_or_none
-    from vllm.v1.kv_cache_interface import MambaSpec
 
     transfer = (get_current_vllm_config_or_none() or config).kv_transfer_config
     assert transfer is not None
-    groups = [x.kv_cache_spec for x in kv_cache.kv_cache_groups]
-    goes_on = config.max_concurrent_batches == 1 and not isinstance(groups[0], MambaSpec)
-    return len(groups) == 1 and (goes_on or transfer.kv_load_failure_policy != "recompute")
+    recomputes = transfer.kv_load_failure_policy == "recompute"
+    is_recurrent = StateType.RECURRENT in model.state_types
+    is_wrong = recomputes and (config.max_concurrent_batches > 1 or is_recurrent)
+    return len(kv_cache.kv_cache_groups) == 1 and not is_wrong
 
 
 def open_scheduler_side(
