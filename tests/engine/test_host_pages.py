@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetero_connector.engine.worker.pages import ArenaRows, HostPages
+from hetero_connector.engine.worker.pages import ArenaRows, HostPages, as_slice
 
 NUM_BLOCKS, ROWS, PAGES = 40, 3, 4
 ORDERS = {
@@ -31,7 +31,7 @@ def test_saved_rows_are_the_pages_and_load_elsewhere(ids, page_bytes, padding) -
     rows = ArenaRows(256, PAGES * page_bytes + gap, ROWS, PAGES, pitch=page_bytes)
     arena = np.zeros(256 + ROWS * rows.stride, dtype=np.uint8)
 
-    pages.save(arena, rows, np.array(ids))
+    pages.save(arena, rows, as_slice(np.array(ids)))
 
     for index, block in enumerate(ids):
         start = rows.offset + index // PAGES * rows.stride + index % PAGES * page_bytes
@@ -40,7 +40,7 @@ def test_saved_rows_are_the_pages_and_load_elsewhere(ids, page_bytes, padding) -
         assert not arena[end_of_run : end_of_run + gap].any()
 
     cache[:, :page_bytes] = 0
-    pages.load(arena, rows, np.array(ids))
+    pages.load(arena, rows, as_slice(np.array(ids)))
 
     assert (cache[ids].numpy() == before[ids]).all()
     others = [block for block in range(NUM_BLOCKS) if block not in ids]

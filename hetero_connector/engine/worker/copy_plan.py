@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from hetero_connector.engine.messages import ArtifactCopy, ArtifactSpan, Blocks,
 from hetero_connector.spec import Family, LayerSpec, StateType
 
 IndexArray = npt.NDArray[np.int64]
-_Tables = Mapping[tuple[StateType, int], Blocks]
+_Tables = Mapping[tuple[StateType, int], "_Table"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +52,9 @@ class CopyPlanner:
         """Return every copy of some loads."""
         planned: list[Copies] = []
         for load in loads:
+            tables = _tables(load.blocks)
             for artifacts in self._by_shape(load.spans):
-                planned += artifacts.copies(artifacts.block_ids(load.blocks))
+                planned += artifacts.copies(artifacts.block_ids(tables))
         return _joined(planned)
 
     def plan_layerwise(self, loads: Iterable[Load]) -> tuple[list[Copies], list[Copies]]:
@@ -64,8 +66,9 @@ class CopyPlanner:
         before: list[Copies] = []
         overlapped: list[Copies] = []
         for load in loads:
+            tables = _tables(load.blocks)
             for artifacts in self._by_shape(load.spans):
-                ids = artifacts.block_ids(load.blocks)
+                ids = artifacts.block_ids(tables)
                 whole = [x.end_by(load.resume_tokens) for x in artifacts.pages]
                 pairs = list(zip(whole, ids, strict=True))
                 before += artifacts.copies([np.where(w, 0, x) for w, x in pairs])
@@ -76,8 +79,9 @@ class CopyPlanner:
         """Return every copy of some saves. Ranks that have the same bytes save them by turns."""
         planned: list[Copies] = []
         for copy in copies:
+            tables = _tables(copy.blocks)
             for artifact in copy.artifacts:
-                planned += self._plan_save(artifact, copy.blocks)
+                planned += self._plan_save(artifact, tables)
         return _joined(planned)
 
     def _plan_save(self, artifact: ArtifactCopy, tables: _Tables) -> Iterator[Copies]:
@@ -133,6 +137,17 @@ class CopyPlanner:
         return _Artifacts((span.state_type, size), segments, tuple(pages_of), pages, offsets)
 
 
+class _Table(NamedTuple):
+    """`Blocks`, whose ids are made an array once for all artifacts."""
+
+    first_page: int
+    ids: IndexArray
+
+
+def _tables(blocks: Mapping[tuple[StateType, int], Blocks]) -> _Tables:
+    return {key: _Table(x.first_page, np.asarray(x.ids, np.int64)) for key, x in blocks.items()}
+
+
 @dataclass(frozen=True)
 class _Pages:
     """The pages that some layers of a group have in artifacts."""
@@ -144,13 +159,12 @@ class _Pages:
 
     def block_ids(self, tables: _Tables) -> IndexArray:
         """Return the block of each page; 0 if it is outside the tables."""
-        blocks = tables[self.layer.state_type, self.layer.group]
-        ids = np.asarray(blocks.ids, np.int64)
-        positions = self.positions - blocks.first_page
+        first_page, ids = tables[self.layer.state_type, self.layer.group]
+        positions = self.positions - first_page
         if not len(ids):
             return np.zeros_like(positions)
         is_inside = (positions >= 0) & (positions < len(ids))
-        return np.where(is_inside, ids[np.clip(positions, 0, len(ids) - 1)], 0)
+        return np.where(is_inside, ids.take(positions, mode="clip"), 0)
 
     def end_by(self, tokens: int) -> npt.NDArray[np.bool_]:
         """Return which pages end at or before a token."""

@@ -6,6 +6,7 @@ import time as clock
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,10 +14,17 @@ import torch
 from hetero_connector.artifacts.tensor_parallel import PageRun
 from hetero_connector.engine.worker.copy_plan import Copies, IndexArray
 from hetero_connector.engine.worker.devices import SaveLayers, StartTimer, Wait
-from hetero_connector.engine.worker.pages import ArenaRows, ByteArray, HostPages, run_views
+from hetero_connector.engine.worker.pages import (
+    ArenaRows,
+    BlockIds,
+    ByteArray,
+    HostPages,
+    as_slice,
+    run_views,
+)
 from hetero_connector.spec import LayerSpec
 
-LayerCopies = list[tuple[HostPages, ArenaRows, IndexArray]]
+_LayerCopies = list[tuple[HostPages, ArenaRows, BlockIds]]
 
 
 class HostDevice:
@@ -84,35 +92,34 @@ class HostDevice:
         return HostStopwatch()
 
     def _load(
-        self, by_layer: Mapping[str, LayerCopies], layers: Sequence[str], time: StartTimer
+        self, by_layer: Mapping[str, _LayerCopies], layers: Sequence[str], time: StartTimer
     ) -> None:
         assert self._arena is not None
         end = time()
         for layer in layers:
-            for pages, rows, block_ids in by_layer.get(layer, ()):
-                pages.load(self._arena, rows, block_ids)
+            for pages, rows, blocks in by_layer.get(layer, ()):
+                pages.load(self._arena, rows, blocks)
         end()
 
-    def _save(self, by_layer: Mapping[str, LayerCopies], layers: Sequence[str]) -> None:
+    def _save(self, by_layer: Mapping[str, _LayerCopies], layers: Sequence[str]) -> None:
         assert self._arena is not None
         for layer in layers:
-            for pages, rows, block_ids in by_layer.get(layer, ()):
-                pages.save(self._arena, rows, block_ids)
+            for pages, rows, blocks in by_layer.get(layer, ()):
+                pages.save(self._arena, rows, blocks)
 
-    def _by_layer(self, copies: Sequence[Copies]) -> Mapping[str, LayerCopies]:
+    def _by_layer(self, copies: Sequence[Copies]) -> Mapping[str, _LayerCopies]:
         """Return the copies of each layer, as few as strides can express."""
-        found: defaultdict[str, LayerCopies] = defaultdict(list)
+        found: defaultdict[str, _LayerCopies] = defaultdict(list)
         for some in copies:
-            even = list(_evenly_spaced(some.offsets))
+            stretches = [list(_stretches(ids, some.offsets)) for ids in some.block_ids]
             for segment, index in zip(some.segments, some.pages_of, strict=True):
-                name = segment.layer.layer
-                pitch = segment.layer.whole_page_bytes
+                name, pitch = segment.layer.layer, segment.layer.whole_page_bytes
                 for pages, run in self._layers[name][1]:
-                    for first, stop, stride in even:
-                        ids = some.block_ids[index][first:stop]
-                        offset = int(some.offsets[first]) + segment.offset + run.whole_start
-                        rows = ArenaRows(offset, stride, len(ids), ids.shape[1], pitch)
-                        found[name] += ((pages, *x) for x in _valid_copies(rows, ids))
+                    start = segment.offset + run.whole_start
+                    found[name] += (
+                        (pages, ArenaRows(start + offset + first * pitch, *shape, pitch), blocks)
+                        for offset, first, shape, blocks in stretches[index]
+                    )
         return found
 
 
@@ -134,9 +141,37 @@ def _has_ended() -> bool:
     return True
 
 
+class _Stretch(NamedTuple):
+    """Pages that one copy of each layer of a group takes."""
+
+    offset: int
+    """Bytes from the arena's start to the first artifact."""
+    first_page: int
+    """In each artifact."""
+    shape: tuple[int, int, int]
+    """Bytes from one artifact to the next, artifacts, and pages of each."""
+    blocks: BlockIds
+
+
+def _stretches(ids: IndexArray, offsets: IndexArray) -> Iterator[_Stretch]:
+    """Yield the copies of artifacts at these offsets. `ids`: `[artifacts, pages]`, 0 for none."""
+    pages = ids.shape[1]
+    for first, stop, stride in _evenly_spaced(offsets):
+        if ids[first:stop].all():
+            shape = stride, stop - first, pages
+            yield _Stretch(int(offsets[first]), 0, shape, as_slice(ids[first:stop].reshape(-1)))
+            continue
+        for index in range(first, stop):
+            valid = np.flatnonzero(ids[index])
+            for some in np.split(valid, np.flatnonzero(np.diff(valid) > 1) + 1):
+                if len(some):
+                    blocks = as_slice(ids[index, some])
+                    yield _Stretch(int(offsets[index]), int(some[0]), (0, 1, len(some)), blocks)
+
+
 def _evenly_spaced(offsets: IndexArray) -> Iterator[tuple[int, int, int]]:
     """Yield (first, stop, stride) of artifacts at rising offsets with one distance."""
-    steps = np.diff(offsets).tolist()
+    steps = (offsets[1:] - offsets[:-1]).tolist()
     first = 0
     while first < len(offsets):
         stop = first + 1
@@ -145,19 +180,3 @@ def _evenly_spaced(offsets: IndexArray) -> Iterator[tuple[int, int, int]]:
             stop += 1
         yield first, stop, stride
         first = stop
-
-
-def _valid_copies(rows: ArenaRows, ids: IndexArray) -> Iterator[tuple[ArenaRows, IndexArray]]:
-    """Yield one copy if every page is copied, else one for each stretch of pages that are.
-
-    `ids` is `[artifacts, pages]`.
-    """
-    if ids.all():
-        yield rows, ids.reshape(-1)
-        return
-    for row in range(rows.count):
-        valid = np.flatnonzero(ids[row])
-        for stretch in np.split(valid, np.flatnonzero(np.diff(valid) > 1) + 1):
-            if len(stretch):
-                start = rows.offset + row * rows.stride + int(stretch[0]) * rows.pitch
-                yield ArenaRows(start, 0, 1, len(stretch), rows.pitch), ids[row, stretch]

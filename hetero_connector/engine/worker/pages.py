@@ -7,7 +7,7 @@ never read or written.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,19 +26,36 @@ _GATHER_BELOW_BYTES = 4096
 """Smaller pages are saved by one indexed copy, because one copy per page would cost more."""
 
 
-@dataclass(frozen=True)
-class ArenaRows:
-    """Rows of page bytes in the arena: `count` stretches of `pages` pages each.
+class ArenaRows(NamedTuple):
+    """Rows of page bytes in the arena: `stretches` of `pages` pages each.
 
     Page `j` of stretch `i` starts at byte `offset + i * stride + j * pitch`.
     """
 
     offset: int
     stride: int
-    count: int
+    stretches: int
     pages: int
     pitch: int
     """Bytes of a whole page. A rank may copy only its part of it."""
+
+
+BlockIds = slice | IndexArray
+"""The engine's block of each page of some rows; a slice if they are consecutive, so that one copy
+replaces many."""
+
+
+def as_slice(ids: IndexArray) -> BlockIds:
+    """Return the ids, at least one, as a slice if they are consecutive.
+
+    Descending ids are as common as ascending ones: vLLM frees a request's blocks last to first.
+    """
+    first, last = int(ids[0]), int(ids[-1])
+    step = 1 if last >= first else -1
+    if (last - first) * step != len(ids) - 1 or not (ids[1:] - ids[:-1] == step).all():
+        return ids
+    stop = last + step
+    return slice(first, stop if stop >= 0 else None, step)
 
 
 def page_view(spec: LayerSpec, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
@@ -114,29 +131,28 @@ class HostPages:
         self._page_shape = self._pages.shape[1:]
         self._dtype = self._pages.dtype
         self._page_bytes = int(np.prod(page_shape))
+        self._page_strides = np.empty(self._page_shape, self._dtype).strides
 
-    def load(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
-        """Copy from the arena to pages. `block_ids` has `rows.count * rows.pages` entries."""
+    def load(self, arena: ByteArray, rows: ArenaRows, blocks: BlockIds) -> None:
+        """Copy from the arena to pages."""
         source = self._arena_view(arena, rows)
-        window = _window(block_ids)
-        if window is not None:
-            target = self._pages[window]
-            target.reshape(rows.count, rows.pages, *self._page_shape)[...] = source
+        if isinstance(blocks, slice):
+            target = self._pages[blocks]
+            target.reshape(rows.stretches, rows.pages, *self._page_shape)[...] = source
         else:
-            self._pages[block_ids.reshape(rows.count, rows.pages)] = source
+            self._pages[blocks.reshape(rows.stretches, rows.pages)] = source
 
-    def save(self, arena: ByteArray, rows: ArenaRows, block_ids: IndexArray) -> None:
+    def save(self, arena: ByteArray, rows: ArenaRows, blocks: BlockIds) -> None:
         """Copy from pages to the arena."""
         target = self._arena_view(arena, rows)
-        window = _window(block_ids)
-        if window is not None:
-            source = self._pages[window]
-            target[...] = source.reshape(rows.count, rows.pages, *self._page_shape)
+        if isinstance(blocks, slice):
+            source = self._pages[blocks]
+            target[...] = source.reshape(rows.stretches, rows.pages, *self._page_shape)
         elif self._page_bytes < _GATHER_BELOW_BYTES:
-            target[...] = self._pages[block_ids.reshape(rows.count, rows.pages)]
+            target[...] = self._pages[blocks.reshape(rows.stretches, rows.pages)]
         else:
             # Indexing with an array would copy twice: into a temporary array, then to the arena.
-            for index, block_id in enumerate(block_ids.tolist()):
+            for index, block_id in enumerate(blocks.tolist()):
                 target[index // rows.pages, index % rows.pages] = self._pages[block_id]
 
     def clear(self, block_ids: IndexArray) -> None:
@@ -145,27 +161,13 @@ class HostPages:
 
     def _arena_view(self, arena: ByteArray, rows: ArenaRows) -> npt.NDArray[np.generic]:
         """Return the rows as `[count, pages, *page]`, sharing the arena's memory."""
-        last = (rows.count - 1) * rows.stride + (rows.pages - 1) * rows.pitch
-        flat = arena[rows.offset : rows.offset + last + self._page_bytes]
-        view = np.lib.stride_tricks.as_strided(
-            flat,
-            (rows.count, rows.pages, self._page_bytes),
-            (rows.stride, rows.pitch, 1),
+        return np.ndarray(
+            (rows.stretches, rows.pages, *self._page_shape),
+            self._dtype,
+            arena,
+            rows.offset,
+            (rows.stride, rows.pitch, *self._page_strides),
         )
-        return view.view(self._dtype).reshape(rows.count, rows.pages, *self._page_shape)
-
-
-def _window(block_ids: IndexArray) -> slice | None:
-    """Return the ids as a slice if they are consecutive, so that one copy replaces many.
-
-    Descending ids are as common as ascending ones: vLLM frees a request's blocks last to first.
-    """
-    first, last = int(block_ids[0]), int(block_ids[-1])
-    step = 1 if last >= first else -1
-    if (last - first) * step != len(block_ids) - 1 or not (np.diff(block_ids) == step).all():
-        return None
-    stop = last + step
-    return slice(first, stop if stop >= 0 else None, step)
 
 
 def _widest(pages: ByteArray) -> npt.NDArray[np.generic]:
