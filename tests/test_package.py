@@ -9,7 +9,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hetero_connector"
-SOURCES = sorted([*PACKAGE.rglob("*.py"), *(ROOT / "ownership").rglob("*.py")])
+
+
+def files_in(folder: str) -> list[Path]:
+    """Return the Python files in a folder of the repository, at any depth."""
+    found = sorted((ROOT / folder).rglob("*.py"))
+    assert found, f"{folder} has no Python files: name the folder that has them now"
+    return found
+
+
+SOURCES = [*files_in("hetero_connector"), *files_in("ownership")]
 MAX_LINES = 500
 LONG = {"hetero_connector/store/catalog/catalog.py": 840}
 """The one lock of the store: every call that holds it is in one file."""
@@ -60,8 +69,9 @@ def numbered_imports(path: Path) -> list[tuple[int, str]]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found += ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.append((node.lineno, node.module))
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{relative(path)}:{node.lineno}: import by the full name"
+            found.append((node.lineno, node.module or ""))
     return found
 
 
@@ -118,7 +128,7 @@ def test_the_two_sides_of_the_connector_share_only_messages() -> None:
     sides = {side: f"hetero_connector.engine.{side}" for side in ("scheduler", "worker", "startup")}
     for side in ("scheduler", "worker"):
         others = tuple(name for other, name in sides.items() if other != side)
-        for path in (PACKAGE / "engine" / side).rglob("*.py"):
+        for path in files_in(f"hetero_connector/engine/{side}"):
             assert not any(name.startswith(others) for name in imports(path)), relative(path)
 
 
@@ -133,7 +143,7 @@ JOINS = (
 
 def test_an_engine_by_itself_imports_nothing_of_a_fleet() -> None:
     """Only `JOINS` import `ownership`, inside functions: its requirements may not be installed."""
-    for path in PACKAGE.rglob("*.py"):
+    for path in files_in("hetero_connector"):
         if not any(name.split(".")[0] == "ownership" for name in imports(path)):
             continue
         assert relative(path) in JOINS
@@ -150,7 +160,7 @@ def test_only_its_command_imports_the_router() -> None:
 
 
 def test_traces_do_not_import_the_simulator() -> None:
-    for path in (ROOT / "ownership/simulator/traces").rglob("*.py"):
+    for path in files_in("ownership/simulator/traces"):
         ours = {n for n in imports(path) if n.startswith(("hetero_connector", "ownership"))}
         allowed = (
             *("hetero_connector.errors", "hetero_connector.containers"),
@@ -172,14 +182,14 @@ def test_scheduling_is_pure() -> None:
         "random",
         "typing",
     }  # random: its generators are passed in
-    for path in (ROOT / "ownership/scheduling").rglob("*.py"):
+    for path in files_in("ownership/scheduling"):
         for name in imports(path):
             mine = any(name == package or name.startswith(f"{package}.") for package in ours)
             assert mine or name.split(".")[0] in plain, f"{relative(path)} imports {name}"
 
 
 def test_scheduling_draws_from_no_generator_of_its_own() -> None:
-    for path in (ROOT / "ownership/scheduling").rglob("*.py"):
+    for path in files_in("ownership/scheduling"):
         assert not re.search(r"\brandom\.(?!Random\b)|random\.Random\(", path.read_text()), path
 
 

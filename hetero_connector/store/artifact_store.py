@@ -1,9 +1,9 @@
 """`ArtifactStore`: the content-addressed store of artifacts that an engine's scheduler calls.
 
-Threads: every method is called from the scheduler's thread and returns without waiting for I/O,
-except `flush`, `reset` and `close`. The thread that watches the parent process calls `close`, too.
-The store's own I/O thread moves bytes; the catalog's lock guards what they share and is never held
-during I/O.
+Threads: restores, saves and `reset` are the scheduler's thread's. Threads of commands and of the
+fleet call the rest, too, and the one that watches the parent process calls `close`. No method waits
+for I/O but `flush`, `reset`, `wait_forgotten` and `close`. The store's own I/O thread moves bytes;
+the catalog's lock guards what they share and is never held during I/O.
 """
 
 from __future__ import annotations
@@ -319,9 +319,15 @@ class ArtifactStore:
         Forks share their common chunks. Replaces the session's earlier chain. The store remembers
         a bounded number of sessions, of which each `tenant` has its share.
         """
-        self.catalog.retention.protect_chain(
-            session, leaves, until_s, tenant, is_served=self._is_served
-        )
+        self.catalog.retention.protect_chain(session, leaves, until_s, tenant)
+
+    def expire_due(self) -> None:
+        """End what retention keeps or limits and whose time is over.
+
+        All of it where there is no I/O thread; else some, so that nothing depends on that alone.
+        """
+        while self.retention.expire_due() and not self._is_served:
+            pass
 
     def forget_session(self, session: Hashable, leaves: Sequence[ChunkKey]) -> int:
         """Forget a session's chunks that no other chain goes through; return their number.

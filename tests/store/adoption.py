@@ -16,17 +16,8 @@ from hetero_connector.store.base import StoreConfig, Wanted
 from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.store.ssd.space import model_directory
-from tests.store.filling import (
-    CHUNK,
-    CHUNK_BYTES,
-    FINGERPRINT,
-    SIZES,
-    Bench,
-    Clock,
-    chain,
-    put,
-    wait,
-)
+from tests.clock import Clock
+from tests.store.filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, Bench, chain, put, wait
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 CHUNKS = chain("left", 3)

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.clock import Clock
 from tests.store.filling import Bench, Disk
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,9 @@ from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.journal_connection import Connect, connect
 from hetero_connector.store.ssd.reader import SizeOf
 from hetero_connector.transfer.base import Direction, Extent
+from tests.clock import Clock
 from tests.transfer.memory_files import MemoryFiles, MemoryTransfer
+from tests.waiting import until
 
 CHUNK = 256
 DENSE, WINDOW = StateType.DENSE_KV, StateType.WINDOW_SWA
@@ -103,10 +106,7 @@ def put(
     """Save whole chunks. There must be room for each, if need be after the I/O thread has made the
     checksums of earlier ones: until then it pins them."""
     for chunk in chunks:
-        deadline = time.monotonic() + 60.0
-        while (save := store.begin_save(chunk, sizes)) is None:
-            assert time.monotonic() < deadline, "there is no room"
-            time.sleep(0.001)
+        save = until(partial(store.begin_save, chunk, sizes), "there is no room")
         fill(store, save)
         store.complete_save(save)
 
@@ -121,15 +121,8 @@ def forget_all(store: ArtifactStore) -> None:
 
 
 def wait(restore: Restore, timeout_s: float = 60.0) -> Restore:
-    until(lambda: restore.poll(), timeout_s)
+    until(restore.poll, patience_s=timeout_s)
     return restore
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.001)
 
 
 def intact(store: ArtifactStore, restore: Restore) -> bool:
@@ -144,19 +137,6 @@ def intact(store: ArtifactStore, restore: Restore) -> bool:
 
 def stored(store: ArtifactStore, chunks: Sequence[ChunkRange]) -> int:
     return len(store.match(chunks))
-
-
-class Clock:
-    """A clock that stands still until a test advances it, however busy the machine is."""
-
-    def __init__(self) -> None:
-        self.now_s = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def passes(self, seconds: float) -> None:
-        self.now_s += seconds
 
 
 class CountedFiles(MemoryFiles):
@@ -249,6 +229,15 @@ class Bench:
         payload = self.recorder.drain() or {}
         found = {**payload.get(COUNTERS, {}), **payload.get(GAUGES, {})}
         return {k[len(name) + 1 : -1]: v for k, v in found.items() if k.startswith(name + "{")}
+
+
+class ClockedStore:
+    """A store with room for so many chunks in DRAM, and a clock that the test sets."""
+
+    def __init__(self, dram_chunks: int, root: Path | None = None) -> None:
+        self.clock = Clock()
+        bench = Bench(root, Disk() if root else None, self.clock)
+        self.store = bench.open(dram_chunks=dram_chunks)
 
 
 class Beside:

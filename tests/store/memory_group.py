@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from tests.waiting import until
 
 _V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 _numbers = itertools.count()
@@ -65,12 +66,17 @@ def memory_group() -> Iterator[MemoryGroup]:
         _ = group.kills
         yield group
     finally:
-        while left := (folder / "cgroup.procs").read_text().split():
-            for process_id in left:
-                with suppress(ProcessLookupError):
-                    os.kill(int(process_id), signal.SIGKILL)
-            time.sleep(0.01)
+        until(lambda: _is_empty(folder))
         folder.rmdir()
+
+
+def _is_empty(folder: Path) -> bool:
+    """Kill what is left in the group; return True if nothing was."""
+    left = (folder / "cgroup.procs").read_text().split()
+    for process_id in left:
+        with suppress(ProcessLookupError):
+            os.kill(int(process_id), signal.SIGKILL)
+    return not left
 
 
 def why_no_groups() -> str:

@@ -17,16 +17,8 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
-from tests.store.filling import (
-    CHUNK,
-    DENSE,
-    FINGERPRINT,
-    WINDOW,
-    chain,
-    contents,
-    forget_all,
-    until,
-)
+from tests.store.filling import CHUNK, DENSE, FINGERPRINT, WINDOW, chain, contents, forget_all
+from tests.waiting import until
 
 BIG = {DENSE: (1 << 20) + 5, WINDOW: 200_000}
 CHUNKS = chain("shared", 3)
@@ -141,8 +133,7 @@ class Engine:
         """Engine and peer process, as when the whole machine stops."""
         for process in self._processes():
             process.suspend()
-            while process.status() != psutil.STATUS_STOPPED:
-                time.sleep(0.001)
+            until(lambda p=process: p.status() == psutil.STATUS_STOPPED)  # type: ignore[misc]
 
     def resume(self) -> None:
         for process in self._processes():

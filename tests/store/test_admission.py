@@ -19,6 +19,7 @@ from hetero_connector.store.catalog.nodes import Artifact, Node
 from hetero_connector.store.catalog.seconds_saved import SecondsSaved, default_prefill_seconds
 from hetero_connector.store.catalog.write_budget import DAY_S, WriteBudget
 from hetero_connector.store.io_thread import IoThread
+from tests.clock import Clock
 from tests.store.filling import (
     CHUNK_BYTES,
     DENSE,
@@ -30,26 +31,19 @@ from tests.store.filling import (
     chain,
     ids_of,
     put,
-    until,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.long
 
 BUCKETS_A_DAY = 8
 
 
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class Written:
     """A store whose I/O thread runs only when told, over a budget counted in chunks."""
 
     def __init__(self, root: Path, chunks_a_day: float | None, **sizes: object) -> None:
-        self.clock = Clock()
+        self.clock = Clock(0.0)
         self.bench = Bench(root / "ssd", Disk(), self.clock)
         self.budget = None if chunks_a_day is None else int(chunks_a_day * CHUNK_BYTES)
         self.sizes = sizes
@@ -245,7 +239,7 @@ class Choice:
     """An `Admission` over artifacts made by hand, its bucket as full as told."""
 
     def __init__(self, fullness: float, recent: Iterable[float]) -> None:
-        self.budget = WriteBudget(BUCKETS_A_DAY * 100 * 4096, Clock(), Clock())
+        self.budget = WriteBudget(BUCKETS_A_DAY * 100 * 4096, Clock(0.0), Clock(0.0))
         self.budget.spend(round((1 - fullness) * self.budget.burst_bytes))
         self.admission = Admission(self.budget, lambda artifact: 1.0)
         self.admission._recent.extend(recent)

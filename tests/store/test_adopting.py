@@ -31,17 +31,8 @@ from tests.store.adoption import (
     leave,
     records,
 )
-from tests.store.filling import (
-    FINGERPRINT,
-    SIZES,
-    Bench,
-    ids_of,
-    intact,
-    put,
-    stored,
-    until,
-    wait,
-)
+from tests.store.filling import FINGERPRINT, SIZES, Bench, ids_of, intact, put, stored, wait
+from tests.waiting import until
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The store in DRAM alone."""
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.arena import Arena
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, StoreConfig, Wanted
+from hetero_connector.store.catalog.restore import Restore
 from tests.store.filling import (
     CHUNK,
     CHUNK_BYTES,
@@ -28,9 +30,9 @@ from tests.store.filling import (
     intact,
     put,
     stored,
-    until,
     wait,
 )
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -162,6 +164,19 @@ def test_an_outdated_match_is_looked_up_again(store: ArtifactStore) -> None:
     assert len(restore.offsets) == 7
     assert intact(store, restore)
     restore.release()
+
+
+@pytest.mark.parametrize("end", [Restore.release, Restore.abandon])
+def test_a_restore_that_has_ended_says_no_place(
+    store: ArtifactStore, end: Callable[[Restore], None]
+) -> None:
+    chunks = chain("a", 1)
+    put(store, chunks)
+    end(restore := begin(store, ids_of(chunks)))
+    with pytest.raises(AssertionError, match="evicted"):
+        restore.poll()
+    with pytest.raises(AssertionError, match="evicted"):
+        _ = restore.columns
 
 
 def test_a_hold_ends_with_each_restore_of_its_own(store: ArtifactStore) -> None:

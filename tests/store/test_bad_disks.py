@@ -6,14 +6,18 @@ import errno
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
-from hetero_connector.errors import StoreError
+from hetero_connector.errors import StoreError, TransferError
 from hetero_connector.store import io_thread
+from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.catalog.loads import Load
 from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.ssd import health, journal_rows
@@ -21,7 +25,24 @@ from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.directory_lock import DirectoryLock
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.reader import SsdReadBatch, SsdReads
-from tests.store.filling import SIZES, Bench, Disk, begin, chain, ids_of, put, stored, until, wait
+from hetero_connector.transfer.base import Direction, Extent
+from tests.clock import Clock
+from tests.store.filling import (
+    SIZES,
+    Bench,
+    Beside,
+    CountedFiles,
+    Disk,
+    begin,
+    chain,
+    ids_of,
+    intact,
+    put,
+    stored,
+    wait,
+)
+from tests.transfer.memory_files import MemoryTransfer
+from tests.waiting import until
 
 CHUNKS = chain("a", 4)
 
@@ -46,6 +67,176 @@ def test_what_was_sealed_while_writing_paused_is_written_when_it_goes_on(
     store = bench.open()
     assert stored(store, CHUNKS) == 4
     assert stored(store, chain("b5", 1)) == 1
+    store.close()
+
+
+class BadDisk(Disk):
+    """A disk that says of each write why it fails, and counts its artifacts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes = list[int]()
+
+    def why(self, offsets: set[int]) -> TransferError | None:
+        """Return the error of a write to these places; None if it succeeds."""
+        raise NotImplementedError
+
+    def __call__(self, memory: npt.NDArray[np.uint8], directory: SsdDirectory) -> CountedFiles:
+        files = super().__call__(memory, directory)
+        submit = files.submit
+
+        def checked(direction: Direction, extents: Sequence[Extent]) -> MemoryTransfer:
+            transfer = submit(direction, extents)
+            if direction is Direction.WRITE:
+                self.writes.append(len(extents))
+                transfer.error = self.why({extent.file_offset for extent in extents})
+            return transfer
+
+        files.submit = checked  # type: ignore[method-assign]
+        return files
+
+
+class BadPlaces(BadDisk):
+    """No write of the two places succeeds that are the first and the last of the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bad = set[int]()
+
+    def why(self, offsets: set[int]) -> TransferError | None:
+        self.bad = self.bad or {min(offsets), max(offsets)}
+        is_good = self.bad.isdisjoint(offsets)
+        return None if is_good else TransferError(errno.EIO, "a bad place")
+
+
+class Outage(BadDisk):
+    """Every write fails until so many have."""
+
+    def __init__(self, error: TransferError, left: int) -> None:
+        super().__init__()
+        self.error = error
+        self.left = left
+
+    def why(self, offsets: set[int]) -> TransferError | None:
+        self.left -= 1
+        return self.error if self.left >= 0 else None
+
+
+def write_all(store: ArtifactStore, clock: Clock) -> None:
+    for _ in range(40):
+        clock.passes(1.0)
+        store.run_io_round()
+    assert all(a.ssd is not None for a in store.catalog.tiers.index.artifacts())
+    store.check_integrity()
+
+
+def num_retired(store: ArtifactStore) -> int:
+    assert store.catalog.tiers.ssd is not None
+    return sum(region.num_retired for region in store.catalog.tiers.ssd._regions.values())
+
+
+def test_places_that_cannot_be_written_stop_no_other_write(
+    tmp_path: Path,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(journal_rows, "in_background", Beside())
+    disk = BadPlaces()
+    bench = Bench(tmp_path, disk, clock)
+    store = bench.open(dram_chunks=16, run_io=False)
+    put(store, CHUNKS)
+    write_all(store, clock)
+    assert len(disk.bad) == 2
+    assert store.catalog.writes.is_writable
+    assert num_retired(store) == 2 * len(SIZES), "those of the two chunks that met them"
+    lines = [x.getMessage() for x in caplog.records if "does not use them again" in x.getMessage()]
+    assert len(lines) == 2
+    close(store)
+    store = bench.open()
+    assert stored(store, CHUNKS) == 4
+    restore = wait(begin(store, ids_of(CHUNKS)))
+    assert not restore.failed
+    assert intact(store, restore)
+    restore.release()
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [TransferError(errno.EIO, "gone"), TransferError("NIXL names no errno")],
+    ids=["eio", "nixl"],
+)
+def test_a_disk_that_was_gone_for_long_has_all_its_slots_again(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, error: TransferError
+) -> None:
+    monkeypatch.setattr(journal_rows, "in_background", Beside())
+    disk = Outage(error, left=10)
+    store = Bench(tmp_path, disk, clock).open(dram_chunks=16, run_io=False)
+    put(store, CHUNKS)
+    for _ in range(100):
+        clock.passes(20.0)
+        store.run_io_round()
+    assert disk.left < 0
+    write_all(store, clock)
+    assert num_retired(store) == 0
+    assert store.catalog.tiers.ssd is not None
+    for state_type in SIZES:
+        assert store.catalog.tiers.ssd.num_used(state_type) == len(CHUNKS), "none is kept aside"
+    close(store)
+
+
+def test_chunks_of_a_batch_that_failed_are_written_one_by_one(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_rows, "in_background", Beside())
+    disk = Outage(TransferError(errno.EIO, "gone"), left=3)
+    store = Bench(tmp_path, disk, clock).open(dram_chunks=16, run_io=False)
+    put(store, CHUNKS)
+    for _ in range(10):
+        clock.passes(20.0)
+        store.run_io_round()
+    write_all(store, clock)
+    each = len(SIZES)
+    assert disk.writes == [4 * each, each, each, each, each, each, each]
+    put(store, chain("b", 2))
+    write_all(store, clock)
+    assert disk.writes[7:] == [2 * each], "no longer"
+    close(store)
+
+
+@pytest.mark.parametrize(
+    ("code", "retired"), [(errno.EIO, len(SIZES)), (errno.ENOSPC, 0), (errno.EROFS, 0)]
+)
+def test_only_an_error_of_its_place_costs_a_slot(
+    bench: Bench, disk: Disk, clock: Clock, monkeypatch: pytest.MonkeyPatch, code: int, retired: int
+) -> None:
+    monkeypatch.setattr(journal_rows, "in_background", Beside())
+    bench.clock = clock
+    store = bench.open(run_io=False)
+    disk.files.fail_next(code=code)
+    put(store, CHUNKS[:1])
+    write_all(store, clock)
+    assert num_retired(store) == retired
+    sync = SsdDirectory.sync
+    failures = [TransferError(errno.EIO, "a sync")]
+
+    def fail_once(directory: SsdDirectory) -> None:
+        if failures:
+            raise failures.pop()
+        sync(directory)
+
+    with patch.object(SsdDirectory, "sync", fail_once):
+        put(store, CHUNKS[1:2])
+        write_all(store, clock)
+    assert num_retired(store) == retired, "a sync is of no place"
+    close(store)
+
+
+def close(store: ArtifactStore) -> None:
+    """Close a store whose I/O thread was not started."""
+    assert store.io_thread is not None
+    store.io_thread.start()
     store.close()
 
 

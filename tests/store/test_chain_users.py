@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given, settings
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 
 from hetero_connector.artifacts.record import ROOT, ChunkRange
 from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.catalog import chain_users
 from hetero_connector.store.catalog.chain_users import ChainUsers
 from hetero_connector.store.catalog.fair_shares import FairShares
 from hetero_connector.store.catalog.nodes import Node
-from tests.store.filling import SIZES, Bench, Disk, begin, chain, ids_of, put, stored, until
+from tests.store.filling import SIZES, ClockedStore, begin, chain, ids_of, put, stored
+from tests.waiting import until
 
 TRUNK, OTHER, NEW = chain("trunk", 2), chain("other", 2), chain("new", 2)
 LEFT = chain("left", 1, TRUNK[-1])
@@ -23,16 +26,9 @@ RIGHT = chain("right", 1, TRUNK[-1])
 LONG_S = 1e6
 
 
-class Clocked:
-    """A store with room for so many chunks in DRAM, its clock in the test's hand."""
-
-    def __init__(self, dram_chunks: int, root: Path | None = None) -> None:
-        self.now_s = 1_000.0
-        bench = Bench(root, Disk() if root else None, lambda: self.now_s)
-        self.store = bench.open(dram_chunks=dram_chunks)
-
+class Clocked(ClockedStore):
     def reads(self, session: str, chunks: Sequence[ChunkRange], for_s: float = LONG_S) -> None:
-        self.store.protect_chain(session, (chunks[-1].key,), self.now_s + for_s)
+        self.store.protect_chain(session, (chunks[-1].key,), self.clock() + for_s)
 
     def users(self, chunk: ChunkRange) -> int:
         return self.store.catalog.tiers.index.nodes[chunk.key].users
@@ -112,9 +108,9 @@ def test_where_every_chain_has_users_the_oldest_leaves_and_nothing_hangs(clocked
 def test_many_users_of_one_tenant_leave_the_chain_of_another_protected(clocked: Clocked) -> None:
     clocked.store.catalog.users._shares = FairShares(20)
     put(clocked.store, [*TRUNK, *OTHER])
-    clocked.store.protect_chain("ann", (TRUNK[-1].key,), clocked.now_s + LONG_S, b"ann")
+    clocked.store.protect_chain("ann", (TRUNK[-1].key,), clocked.clock() + LONG_S, b"ann")
     for number in range(100):
-        clocked.store.protect_chain(number, (OTHER[-1].key,), clocked.now_s + LONG_S, b"eve")
+        clocked.store.protect_chain(number, (OTHER[-1].key,), clocked.clock() + LONG_S, b"eve")
     assert clocked.users(TRUNK[-1]) == 1
     assert clocked.users(OTHER[-1]) == 19
 
@@ -124,10 +120,10 @@ def test_a_session_uses_the_chain_of_its_next_turn_until_its_time_ends(clocked: 
     clocked.reads("ann", TRUNK, for_s=10.0)
     clocked.reads("ann", [*TRUNK, *LEFT], for_s=20.0)
     assert [clocked.users(c) for c in (*TRUNK, *LEFT)] == [1, 1, 1]
-    clocked.now_s += 15.0
+    clocked.clock.passes(15.0)
     clocked.store.catalog.users.expire()
     assert clocked.users(LEFT[0]) == 1, "the first turn's time was replaced"
-    clocked.now_s += 5.0
+    clocked.clock.passes(5.0)
     clocked.store.catalog.users.expire()
     assert [clocked.users(c) for c in (*TRUNK, *LEFT)] == [0, 0, 0]
 
@@ -185,28 +181,60 @@ def test_users_whose_time_is_over_are_removed_a_few_at_a_time() -> None:
     assert users.look_s == float("inf")
 
 
-def test_with_an_io_thread_the_scheduler_removes_no_user(tmp_path: Path) -> None:
+def test_the_io_thread_removes_users_whose_time_is_over(tmp_path: Path) -> None:
     clocked = Clocked(dram_chunks=4, root=tmp_path / "ssd")
     put(clocked.store, TRUNK)
     catalog = clocked.store.catalog
     with catalog.locked():  # the I/O thread waits
         for i in range(10):
             clocked.reads(f"s{i}", TRUNK, for_s=1.0)
-        clocked.now_s += 1.0
+        clocked.clock.passes(1.0)
         clocked.reads("ann", TRUNK)
         assert len(catalog.users) == 11
     until(lambda: len(catalog.users) == 1)
     clocked.store.close()
 
 
-def test_without_an_io_thread_each_new_user_removes_one_that_is_over(clocked: Clocked) -> None:
+def test_without_an_io_thread_the_next_look_up_removes_all_that_are_over(clocked: Clocked) -> None:
     put(clocked.store, TRUNK)
     for i in range(10):
         clocked.reads(f"s{i}", TRUNK, for_s=1.0)
-    clocked.now_s += 1.0
-    for left in range(9, -1, -1):
-        clocked.reads("ann", TRUNK)
-        assert len(clocked.store.catalog.users) == left + 1
+    clocked.reads("ann", TRUNK)
+    clocked.store.expire_due()
+    assert len(clocked.store.catalog.users) == 11
+    clocked.clock.passes(1.0)
+    clocked.store.expire_due()
+    assert (len(clocked.store.catalog.users), clocked.users(TRUNK[0])) == (1, 1)
+
+
+def test_to_use_the_same_chain_for_longer_counts_no_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 0.0
+    users = ChainUsers(lambda: now_s, lambda _: None)
+    node = Node(ChunkRange(ROOT, ROOT, 0, 0), None)
+    users.add_foreign(node, 1.0, now=1)
+    chain_of = MagicMock(return_value=())
+    with monkeypatch.context() as patch:
+        patch.setattr(chain_users, "_chain", chain_of)
+        users.add_foreign(node, 2.0, now=2)
+    assert not chain_of.called
+    now_s = 1.5
+    users.expire()
+    assert (len(users), node.users) == (1, 1)
+    now_s = 2.0
+    users.expire()
+    assert (len(users), node.users) == (0, 0)
+
+
+def test_other_engines_users_are_set_a_chunk_at_a_time(clocked: Clocked) -> None:
+    put(clocked.store, [*TRUNK, *LEFT, *RIGHT])
+    side, ends = clocked.store.catalog.fleet_side, {LEFT[0].key: True, RIGHT[0].key: True}
+    lock = MagicMock()
+    side._lock = lock
+    side.set_foreign_users(ends, 10.0)
+    assert lock.__enter__.call_count == lock.__exit__.call_count == len(ends)
+    assert [clocked.users(c) for c in (*TRUNK, *LEFT, *RIGHT)] == [2, 2, 1, 1]
 
 
 def test_only_so_many_users_count() -> None:
@@ -244,7 +272,7 @@ def test_counts_are_those_of_the_users_and_there_is_always_room(
         elif kind == "leaves":
             users.remove(f"s{which}")
         else:
-            clocked.now_s += 1.0
+            clocked.clock.passes(1.0)
             users.expire()
         counted = dict.fromkeys(store.catalog.tiers.index.nodes.values(), 0)
         for use in users._uses.values():

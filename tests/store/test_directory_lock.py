@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from hetero_connector.errors import StoreInUseError
+from hetero_connector.spec.state_types import StateType
+from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.directory_lock import DirectoryLock, holder, shared
 from hetero_connector.store.ssd.space import JOURNAL_NAME, make_room
 
@@ -165,6 +167,16 @@ def test_a_lock_that_a_file_server_keeps_for_a_crashed_host_is_waited_for(
     with pytest.raises(StoreInUseError):
         DirectoryLock.acquire(path)
     assert server.waited_s < 90 + 130, "not for ever"
+
+
+def test_an_engine_waits_for_one_that_waits_for_the_lock_of_a_crashed_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one keeps the whole ssd_dir locked meanwhile, and lives."""
+    left_by(tmp_path / ".lock", os.getpid())
+    server = Server(monkeypatch, refusals=125)
+    SsdDirectory.open(tmp_path, bytes(16), {StateType.DENSE_KV: 4096}, 1 << 20).close()
+    assert server.waited_s >= 125
 
 
 def test_a_lock_of_a_process_that_lives_is_not_waited_for(

@@ -7,10 +7,13 @@ from hypothesis import strategies as st
 
 from hetero_connector.store.catalog.fair_shares import FairShares
 
+TENANTS = [bytes([number]) for number in range(15)]
+"""More than some of the maps have room for."""
+
 
 @given(
     st.integers(1, 12),
-    st.lists(st.tuples(st.integers(0, 30), st.sampled_from([b"", b"a", b"b"])), max_size=80),
+    st.lists(st.tuples(st.integers(0, 30), st.sampled_from(TENANTS)), max_size=80),
 )
 def test_who_leaves_is_the_oldest_of_one_who_has_more_than_its_share(
     capacity: int, added: list[tuple[int, bytes]]
@@ -24,6 +27,7 @@ def test_who_leaves_is_the_oldest_of_one_who_has_more_than_its_share(
         if len(model) <= capacity:
             assert victim is None
             continue
+        assert victim != key, "the newcomer stays"
         whose = model[victim]
         assert counts[whose] * len(counts) >= capacity
         assert victim == next(k for k, t in model.items() if t == whose), "its oldest"

@@ -13,19 +13,8 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.catalog.hit_samples import HitSamples
 from hetero_connector.store.catalog.nodes import Artifact, Node
-from tests.store.filling import (
-    DENSE,
-    SIZES,
-    Bench,
-    Disk,
-    begin,
-    chain,
-    ids_of,
-    intact,
-    put,
-    stored,
-    until,
-)
+from tests.store.filling import DENSE, SIZES, Bench, Disk, begin, chain, ids_of, intact, put, stored
+from tests.waiting import until
 
 
 def artifacts(count: int) -> list[Artifact]:

@@ -16,7 +16,8 @@ from hetero_connector.store.peers import orphaned_storage as orphans
 from hetero_connector.store.peers.orphaned_storage import OrphanDirectory, may_adopt_from
 from hetero_connector.store.ssd.space import model_directory
 from tests.store.adoption import CHUNKS, PEER_DEADLINE_S, Copies, Survivor, leave
-from tests.store.filling import FINGERPRINT, intact, put, stored, until, wait
+from tests.store.filling import FINGERPRINT, intact, put, stored, wait
+from tests.waiting import until
 
 LOST = {Failure.IO_ERROR, Failure.UNREACHABLE, Failure.GONE}
 

@@ -1,7 +1,7 @@
 """Engines on hosts that are apart: a link that is slow, loses or is one way.
 
-Namespaces need root (`tests/network.py`); where the test is not, these situations are left out by
-name, and two processes on one host remain.
+Namespaces need root (`tests/network.py`); where the test is not, these situations are skipped, and
+two processes on one host remain.
 """
 
 from __future__ import annotations
@@ -36,15 +36,11 @@ LOSS = {
     "deaf reader": {OWNER_TO_READER: 1.0},
 }
 """The shares of packets that are lost."""
-APART = list(LOSS)
+WHY_NOT = why_not_apart()
+APART = [
+    pytest.param(state, marks=pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)) for state in LOSS
+]
 """The states of the link between two hosts."""
-
-
-def situations() -> list[str]:
-    why = why_not_apart()
-    if why:
-        print(f"{', '.join(APART)}: left out, {why}")
-    return ["one host", *([] if why else APART)]
 
 
 class Program:
@@ -100,7 +96,7 @@ def two_engines(link: Network | None) -> Iterator[tuple[Any, Program]]:
         yield places, reader
 
 
-@pytest.mark.parametrize("situation", situations())
+@pytest.mark.parametrize("situation", ["one host", *APART])
 def test_what_arrives_is_exact_and_what_does_not_is_given_up(situation: str) -> None:
     link = None if situation == "one host" else Network("owner", "reader")
     with two_engines(link) as (places, reader):

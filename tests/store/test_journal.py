@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import sqlite3
 import tempfile
@@ -416,6 +418,47 @@ def test_a_journal_is_read_while_another_process_writes_it(
         journal.close()
     assert writer.is_alive()
     assert not list(path.parent.glob("heterocache-journal-*")), "the copies are removed"
+
+
+def test_a_journal_that_is_always_written_anew_is_copied_so_often_and_no_more(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(path.parent))
+    wal, copied, copyfile = path.with_name(f"{path.name}-wal"), list[Path](), shutil.copyfile
+    path.touch()
+    wal.touch()
+
+    def overtaken(source: Path, target: Path) -> None:
+        copyfile(source, target)
+        copied.append(target)
+        assert len(copied) < 1000, "it goes on for ever"
+        wal.write_bytes(len(copied).to_bytes(32))
+
+    monkeypatch.setattr(shutil, "copyfile", overtaken)
+    with pytest.raises(StoreError, match="try again when the engine stores less"):
+        Journal.open_copy(path)
+    assert not list(path.parent.glob("heterocache-journal-*")), "the copies are removed"
+
+
+@pytest.mark.parametrize("room", ["a full folder", "no folder"])
+def test_a_copy_that_has_no_room_is_no_error_of_the_journal(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: str
+) -> None:
+    def full(source: Path, target: Path) -> None:
+        target.write_bytes(b"some of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    journal = Journal.open(path, META)
+    journal.record([row(1)])
+    folder = tmp_path / "copies"
+    if room == "a full folder":
+        folder.mkdir()
+        monkeypatch.setattr(shutil, "copyfile", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(StoreError, match=f"^no copy of {path}.*{folder}.*set TMPDIR"):
+        Journal.open_copy(path)
+    assert not list(folder.rglob("*"))
+    journal.close()
 
 
 def test_a_second_writer_is_told_that_the_journal_is_in_use(

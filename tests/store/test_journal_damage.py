@@ -16,18 +16,8 @@ from hetero_connector.store.ssd.journal_connection import sqlite_errors
 from hetero_connector.store.ssd.journal_format import CorruptJournalError
 from hetero_connector.tools.cli import main
 from hetero_connector.tools.command import EXIT_OK, EXIT_UNUSABLE
-from tests.store.filling import (
-    FINGERPRINT,
-    SIZES,
-    Bench,
-    begin,
-    chain,
-    ids_of,
-    intact,
-    put,
-    until,
-    wait,
-)
+from tests.store.filling import FINGERPRINT, SIZES, Bench, begin, chain, ids_of, intact, put, wait
+from tests.waiting import until
 
 pytestmark = pytest.mark.long
 

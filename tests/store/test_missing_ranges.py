@@ -15,13 +15,13 @@ from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.store.ssd.space import model_directory
 from hetero_connector.tools.inspection import inspect_model
 from hetero_connector.tools.verification import verify_model
+from tests.clock import Clock
 from tests.store.filling import (
     DENSE,
     FINGERPRINT,
     SIZES,
     WINDOW,
     Bench,
-    Clock,
     Disk,
     begin,
     chain,
@@ -30,10 +30,10 @@ from tests.store.filling import (
     put,
     room_for,
     stored,
-    until,
     wait,
 )
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
+from tests.waiting import until
 
 EPOCH = 9
 THEIRS = chain("preamble", 3)

@@ -20,24 +20,26 @@ from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.store.ssd import health, journal_rows, reader
 from hetero_connector.store.ssd import writer as spilling
+from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.journal import Journal
+from hetero_connector.transfer.base import TransferState
+from tests.clock import Clock
 from tests.store.filling import (
     DENSE,
     SIZES,
     Bench,
     Beside,
-    Clock,
     Disk,
     begin,
     chain,
     ids_of,
     put,
     stored,
-    until,
     wait,
 )
-from tests.transfer.memory_files import MemoryFiles
+from tests.transfer.memory_files import MemoryFiles, MemoryTransfer
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
+from tests.waiting import until
 
 CHUNKS = chain("a", 8)
 
@@ -224,6 +226,25 @@ def test_reads_are_tried_again_a_minute_later_and_one_that_hangs_is_enough_then(
     assert driven.catalog.ssd_readable, "two have succeeded since"
 
 
+def test_a_disk_that_cannot_be_read_for_long_has_one_line_in_the_log(
+    driven: Driven, caplog: pytest.LogCaptureFixture
+) -> None:
+    driven.on_ssd_only(CHUNKS)
+    with caplog.at_level(logging.ERROR, logger="vllm.heterocache"):
+        for chunks in (CHUNKS[:3], CHUNKS[3:4], CHUNKS[4:5]):
+            driven.hang_reads(chunks)
+            assert not driven.catalog.ssd_readable
+            driven.clock.passes(60.0)
+            driven.rounds()
+        assert len(caplog.records) == 1
+        driven.restore(CHUNKS[5:6]).release()
+        driven.disk.files.resume()
+        driven.rounds()
+        driven.store.leave_to_ssd()
+        driven.hang_reads(CHUNKS[:3])
+    assert len(caplog.records) == 2, "a read has succeeded since"
+
+
 def test_dram_that_hung_reads_keep_back_is_bounded(
     driven: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +259,21 @@ def test_dram_that_hung_reads_keep_back_is_bounded(
         driven.rounds()
     assert driven.catalog.late_bytes == 2 * (12_288 + 4_096)
     assert driven.taken_slots == 2
+
+
+def test_reads_that_all_end_late_have_one_line_in_the_log(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(health, "_MAX_LATE_BYTES", 1)
+    driven.on_ssd_only(CHUNKS)
+    with caplog.at_level(logging.ERROR, logger="vllm.heterocache"):
+        for chunk in CHUNKS[:5]:
+            driven.hang_reads([chunk])
+            assert not driven.catalog.ssd_readable
+            driven.disk.files.resume()
+            driven.rounds()
+            assert driven.catalog.ssd_readable, "it has ended"
+    assert len(caplog.records) == 1
 
 
 def test_a_write_that_has_waited_for_a_second_goes_beside_reads_and_its_checksum_at_once(
@@ -310,6 +346,43 @@ def test_a_write_that_hangs_pauses_writing_until_it_ends(driven: Driven) -> None
     assert all(a.ssd is not None for a in driven.store.catalog.tiers.index.artifacts())
 
 
+def test_a_write_that_ends_right_after_its_deadline_is_made_again(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same round: nothing has paused, so nothing is queued by a pause's end."""
+    poll = MemoryTransfer.poll
+
+    def slowly(transfer: MemoryTransfer) -> TransferState:
+        state = poll(transfer)
+        if transfer.hung:
+            driven.clock.passes(60.0)
+            transfer.hung = False
+        return state
+
+    monkeypatch.setattr(MemoryTransfer, "poll", slowly)
+    driven.disk.files.hang_next()
+    put(driven.store, CHUNKS[:1])
+    driven.rounds()
+    assert driven.catalog.writes.is_writable
+    put(driven.store, CHUNKS[1:2])
+    driven.clock.passes(1.0)
+    driven.rounds()
+    artifacts = list(driven.store.catalog.tiers.index.artifacts())
+    assert len(artifacts) == 2 * len(SIZES)
+    assert all(a.ssd is not None for a in artifacts)
+
+
+def test_files_that_are_deleted_while_the_journal_is_busy_are_noticed(driven: Driven) -> None:
+    driven.beside.hang_after(0)
+    put(driven.store, CHUNKS[:1])
+    driven.rounds()
+    with patch.object(SsdDirectory, "why_lost", return_value="its files were deleted"):
+        driven.io_thread.housekeep()
+        driven.beside.resume()
+        driven.rounds()
+    assert not driven.catalog.writes.is_writable
+
+
 @pytest.mark.parametrize("hangs", ["record", "forget", "touch", "close"])
 def test_close_ends_within_its_deadline_though_the_journal_hangs(
     bench: Bench, hangs: str, caplog: pytest.LogCaptureFixture
@@ -332,7 +405,6 @@ def test_close_ends_within_its_deadline_though_the_journal_hangs(
 
 def test_a_thread_that_hangs_in_the_kernel_costs_one_deadline_and_no_slot(driven: Driven) -> None:
     driven.on_ssd_only(CHUNKS)
-    put(driven.store, CHUNKS[:0])
     driven.catalog.step_began_s = driven.clock()  # a step that does not end
     waiting = [begin(driven.store, ids_of([chunk])) for chunk in CHUNKS]
     assert driven.taken_slots == 8

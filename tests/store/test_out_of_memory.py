@@ -1,7 +1,7 @@
 """A control group whose memory runs out: the kernel kills an engine, or its peer process alone.
 
-The groups are made by the test itself, for which it must be root. Where they cannot be, the test
-says so by name and sends the signal that the kernel would, at moments from a seed.
+The groups are made by the test itself, for which it must be root. Where they cannot be, it is
+skipped, and a test in its place sends the signal that the kernel would, at moments from a seed.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Wanted
 from hetero_connector.store.peers.ports import KnownPeers
 from hetero_connector.tools.verification import verify_model
-from tests.store.filling import chain, until, wait
+from tests.store.filling import chain, wait
 from tests.store.memory_group import MemoryGroup, memory_group, why_no_groups
 from tests.store.peer_engine import BIG, CHUNKS, Told, engines, open_store, right
+from tests.waiting import until
 
 MIB = 1 << 20
 EPOCH, OTHERS = 7, 8
@@ -41,12 +42,11 @@ context = multiprocessing.get_context("spawn")
 """Nothing of another process's memory is counted as theirs."""
 
 
-def reasons() -> list[str]:
-    """The ways in which a process ends here."""
+def reasons() -> list[Any]:
+    """Return the ways in which a process ends here: parameters of a test."""
     why = why_no_groups()
-    if why:
-        print(f"out of memory: left out, {why}")
-    return ["kill -9" if why else "out of memory"]
+    real = pytest.param("out of memory", marks=pytest.mark.skipif(bool(why), reason=why))
+    return [real, "kill -9"] if why else [real]
 
 
 def chunks_of(number: int) -> list[ChunkRange]:
@@ -223,8 +223,12 @@ def test_when_its_peer_process_alone_is_killed_the_engine_goes_on_and_reads_peer
             neighbour.start()
             # The kernel may choose twice: the memory of the first victim is not free at once.
             Path(f"/proc/{neighbour.pid}/oom_score_adj").write_text("900")
-            while not group.kills:
+
+            def has_killed() -> bool:
                 engine.ask("step", 0)
+                return group.kills > 0
+
+            until(has_killed)
             neighbour.join(60)
             assert neighbour.exitcode in (0, -signal.SIGKILL)
         assert engine.ask("flush"), "what was saved is written, whoever was killed"

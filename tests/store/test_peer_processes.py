@@ -16,8 +16,9 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Wanted
 from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.peers.ports import KnownPeers
-from tests.store.filling import chain, forget_all, until, wait
+from tests.store.filling import chain, forget_all, wait
 from tests.store.peer_engine import BIG, CHUNKS, Writer, engines, open_store, right
+from tests.waiting import until
 
 pytestmark = pytest.mark.long
 
@@ -98,13 +99,15 @@ def test_an_owner_killed_before_and_during_reads_and_started_again(
         copies = second.register(peers)
         killer = threading.Timer(0.05, second.kill)
         killer.start()
-        failed: set[Failure] = set()
-        while not failed:
+
+        def causes() -> set[Failure]:
             restore = fetch(reader, copies)
             check_bytes(reader, restore)
-            failed |= set(restore.failed.values())
             restore.release()
             forget_all(reader)
+            return set(restore.failed.values())
+
+        failed = until(causes, pause_s=0.0)
         killer.join()
         assert failed <= {Failure.IO_ERROR, Failure.UNREACHABLE}
 

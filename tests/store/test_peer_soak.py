@@ -12,9 +12,10 @@ from hetero_connector.artifacts.record import ArtifactId, ChunkRange
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure
 from hetero_connector.store.peers.ports import KnownPeers
-from tests.store.filling import chain, forget_all, until
+from tests.store.filling import chain, forget_all
 from tests.store.peer_engine import BIG, Engine, Writer, open_store, right
 from tests.store.test_peer_processes import check_bytes, fetch
+from tests.waiting import until
 
 ROUNDS = 120
 MINE = chain("mine", 2)
@@ -84,7 +85,7 @@ def test_random_faults_bring_no_wrong_byte_no_hang_and_leave_nothing_behind() ->
         forget_all(store)
         until(lambda: sum(map(pool.num_used, BIG)) == 0)
         # A read from a peer that was killed ends once UCX notices: 20 s were once too few.
-        until(lambda: not sum(map(pool.num_quarantined, BIG)), 120)
+        until(lambda: not sum(map(pool.num_quarantined, BIG)), patience_s=120)
         assert outcomes[None], "nothing was ever read"
         assert {Failure.UNREACHABLE, Failure.IO_ERROR} & set(outcomes), "no fault was ever met"
         allowed = {Failure.UNREACHABLE, Failure.IO_ERROR, Failure.DEADLINE, Failure.REUSED}

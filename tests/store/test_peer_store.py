@@ -21,6 +21,7 @@ from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.store.peers.slot_table import SlotTable, table_bytes
 from hetero_connector.transfer.peer_base import PeerExtent
 from hetero_connector.transfer.shared_memory import SharedMemory
+from tests.clock import Clock
 from tests.store.filling import (
     CHUNK,
     CHUNK_BYTES,
@@ -29,17 +30,16 @@ from tests.store.filling import (
     SIZES,
     WINDOW,
     Bench,
-    Clock,
     begin,
     chain,
     ids_of,
     intact,
     put,
     stored,
-    until,
     wait,
 )
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
+from tests.waiting import until
 
 CHUNKS = chain("a", 4)
 OWNER = 7

@@ -30,9 +30,9 @@ from tests.store.filling import (
     put,
     room_for,
     slab_offset,
-    until,
     wait,
 )
+from tests.waiting import until
 
 A, B = chain("a", 4), chain("b", 4)
 CHAIN_BYTES = 4 * SIZES[DENSE] + SIZES[WINDOW]
@@ -426,6 +426,31 @@ def test_who_does_not_come_is_counted_and_leaves_first(stage: Stage) -> None:
     put(stage.store, chain("c", 2))
     assert stage.tiers(A) == [Tier.DRAM, Tier.DRAM, Tier.SSD, Tier.SSD]
     assert stage.tiers(B) == [Tier.DRAM] * 4
+    dropped = stage.counts()["heterocache_evicted_first_bytes{state_type=dense_kv,tier=dram}"]
+    assert dropped == 2 * SIZES[DENSE]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_first_batch_without_room_for_the_rest_expires_too(stage: Stage, is_late: bool) -> None:
+    """The prefetch ends while that is under way; `is_late`: its session is due before it is."""
+    stage = reopened(stage, dram_chunks=room_for(6, 1))
+    stage.used_within = lambda idle_s, within_s: 1.0
+    stage.on_ssd_only(A, B)
+    in_dram(stage, B)
+    stage.expect(A, 0.0, 1.0)
+    stage.disk.files.hang_next()
+    stage.rounds()
+    assert stage.outcomes() == {"partly": 1}
+    if is_late:
+        stage.now_s = 1.0
+        stage.rounds()
+        assert stage.store.catalog.prefetcher.wake_s == math.inf, "nothing to do before the read"
+    stage.disk.files.resume()
+    stage.rounds()
+    stage.now_s = 1.0
+    stage.rounds()
+    assert stage.total("prefetch_wasted_bytes") == stage.total("prefetched_bytes") > 0
+    put(stage.store, chain("c", 2))
     dropped = stage.counts()["heterocache_evicted_first_bytes{state_type=dense_kv,tier=dram}"]
     assert dropped == 2 * SIZES[DENSE]
 

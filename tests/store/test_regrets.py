@@ -10,15 +10,13 @@ import pytest
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.base import Failure
 from hetero_connector.store.catalog.regrets import WINDOW_S
-from tests.store.filling import CHUNK, DENSE, WINDOW, Bench, Clock, Disk, chain, put, until
+from tests.clock import Clock
+from tests.store.filling import CHUNK, DENSE, WINDOW, Bench, Disk, chain, put
+from tests.waiting import until
 
 REGRET = "heterocache_eviction_regret_tokens"
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture
@@ -61,6 +59,23 @@ def test_what_was_evicted_long_ago_is_no_regret(
     put(store, chain("a", 1))
     evict(store, "a")
     clock.passes(WINDOW_S + 1)
+    put(store, chain("a", 1))
+    assert not bench.counts(REGRET)
+
+
+def test_what_was_to_leave_first_is_no_regret(store: ArtifactStore, bench: Bench) -> None:
+    put(store, chain("a", 1))
+    store.decline(store.match(chain("a", 1)))
+    evict(store, "a")
+    put(store, chain("a", 1))
+    assert not bench.counts(REGRET)
+
+
+def test_what_is_left_of_a_damaged_chunk_is_no_regret(store: ArtifactStore, bench: Bench) -> None:
+    put(store, chain("a", 1))
+    node = store.catalog.tiers.index.nodes[chain("a", 1)[0].key]
+    store.catalog.loads.lose_from_dram(node.artifacts[DENSE], Failure.CHECKSUM)
+    assert not store.match(chain("a", 1))
     put(store, chain("a", 1))
     assert not bench.counts(REGRET)
 

@@ -20,9 +20,9 @@ from tests.store.filling import (
     ids_of,
     put,
     stored,
-    until,
 )
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
+from tests.waiting import until
 
 TTL_S = 60.0
 OURS, THEIRS, NEW = chain("ours", 2), chain("theirs", 2), chain("new", 2)

@@ -28,7 +28,8 @@ from hetero_connector.store import artifact_store
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.ssd.generation_file import GenerationFile
 from hetero_connector.store.ssd.journal import Journal
-from tests.store.filling import Bench, Disk, begin, chain, ids_of, intact, put, stored, until, wait
+from tests.store.filling import Bench, Disk, begin, chain, ids_of, intact, put, stored, wait
+from tests.waiting import until
 
 CHUNKS = chain("a", 4)
 

@@ -17,13 +17,13 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.scrubber import ScrubProgress
 from hetero_connector.store.ssd import slab_reader
 from hetero_connector.tools.status import progress_text
+from tests.clock import Clock
 from tests.interleaving import try_every_switch
 from tests.store.filling import (
     DENSE,
     SIZES,
     WINDOW,
     Bench,
-    Clock,
     begin,
     chain,
     ids_of,
@@ -31,9 +31,9 @@ from tests.store.filling import (
     put,
     slab_offset,
     stored,
-    until,
     wait,
 )
+from tests.waiting import until
 
 CHUNKS = chain("a", 6)
 FAST = 1e12

@@ -18,18 +18,9 @@ from hetero_connector.store.base import StoreConfig
 from hetero_connector.store.catalog import writes
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.store.peers.sharing import Sharing
-from tests.store.filling import (
-    CHUNK,
-    CHUNK_BYTES,
-    FINGERPRINT,
-    SIZES,
-    Disk,
-    chain,
-    ids_of,
-    put,
-    until,
-)
+from tests.store.filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, Disk, chain, ids_of, put
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
+from tests.waiting import until
 
 CHUNKS = chain("a", 3)
 EPOCH = 9

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sqlite3
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ from hetero_connector.errors import (
     ConfigError,
     FormatError,
     HeteroCacheError,
+    StoreError,
     StoreInUseError,
     TransferError,
 )
@@ -43,6 +45,7 @@ from hetero_connector.store.ssd import directory as ssd_directory
 from hetero_connector.store.ssd import space as ssd_space
 from hetero_connector.store.ssd.directory import SsdDirectory, ssd_geometry
 from hetero_connector.store.ssd.directory_lock import DirectoryLock, is_locked
+from hetero_connector.store.ssd.journal_connection import connect
 from hetero_connector.store.ssd.journal_format import JournalRow
 from hetero_connector.store.ssd.space import make_room
 from hetero_connector.units import GIB
@@ -486,6 +489,52 @@ def test_a_damaged_journal_starts_empty_with_a_warning(tmp_path: Path) -> None:
     assert list(again.journal.load()) == []
     assert any("journal.corrupt-" in w for w in again.warnings)
     again.close()
+
+
+@pytest.mark.parametrize("works", [0, 1], ids=["opened", "checked"])
+@pytest.mark.parametrize("is_sqlites", [True, False], ids=["sqlite", "os"])
+def test_a_journal_that_cannot_be_read_is_an_error_that_says_what_to_do(
+    tmp_path: Path, works: int, is_sqlites: bool
+) -> None:
+    directory = open_at(tmp_path)
+    directory.close()
+    modes = list[str]()
+
+    def bad_sector(path: Path, mode: str) -> sqlite3.Connection:
+        modes.append(mode)
+        if len(modes) <= works:
+            return connect(path, mode)
+        if not is_sqlites:
+            raise OSError(errno.EIO, "disk I/O error")
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR_READ
+        raise error
+
+    advice = f"disk I/O error.*delete {re.escape(str(directory.path))} .*another ssd_dir"
+    with pytest.raises(StoreError, match=advice):
+        SsdDirectory.open(tmp_path, MODEL, SLOTS, 4 * MIB, connect=bad_sector)
+    open_at(tmp_path).close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CANTOPEN, errno.EACCES, errno.EROFS],
+)
+def test_no_error_but_the_disks_own_says_that_a_store_should_be_deleted(
+    tmp_path: Path, error: int
+) -> None:
+    open_at(tmp_path).close()
+
+    def refuses(path: Path, mode: str) -> sqlite3.Connection:
+        if error in (errno.EACCES, errno.EROFS):
+            raise OSError(error, "refused")
+        refusal = sqlite3.OperationalError("refused")
+        refusal.sqlite_errorcode = error
+        raise refusal
+
+    with pytest.raises(StoreError, match="refused") as caught:
+        SsdDirectory.open(tmp_path, MODEL, SLOTS, 4 * MIB, connect=refuses)
+    assert "delete" not in str(caught.value)
 
 
 def test_a_failed_sync_is_a_transfer_error(directory: SsdDirectory) -> None:

@@ -21,19 +21,9 @@ from hetero_connector.store.catalog.tiers import Tiers
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.health import WriteHealth
 from hetero_connector.store.ssd.space import model_directories
-from tests.store.filling import (
-    DENSE,
-    Bench,
-    Disk,
-    begin,
-    chain,
-    ids_of,
-    intact,
-    put,
-    stored,
-    until,
-    wait,
-)
+from tests.clock import Clock
+from tests.store.filling import DENSE, Bench, Disk, begin, chain, ids_of, intact, put, stored, wait
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -97,17 +87,10 @@ def test_a_store_deleted_under_the_engine_is_noticed(
     store.close()
 
 
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_writing_pauses_after_three_failures_and_is_tried_again_after_a_minute(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     geometry = SlotGeometry.fit({DENSE: 4096}, 8192)
     tiers = Tiers(256, geometry, geometry, Recorder())
     catalog = Catalog(tiers, StoreConfig(0, tmp_path), Recorder(), clock, Generation())

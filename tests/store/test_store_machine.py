@@ -38,9 +38,9 @@ from tests.store.filling import (
     contents,
     fill,
     ids_of,
-    until,
 )
 from tests.transfer.memory_files import MemoryFiles, MemoryTransfer
+from tests.waiting import until
 
 DEPTH = 4
 TRUNKS = {name: chain(name, DEPTH) for name in "abc"}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -23,6 +24,7 @@ from hetero_connector.store.catalog import (
     catalog,
     exports,
     index,
+    lifetimes,
     loads,
     prefetch,
     restore,
@@ -36,6 +38,7 @@ from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.catalog.writes import Writes
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from hetero_connector.store.ssd import journal_rows, reader, writer
+from tests.clock import Clock
 from tests.faults.life import MEMORY
 from tests.faults.oracle import Oracle
 from tests.interleaving import at_each_step, random_switches, try_every_switch
@@ -46,7 +49,6 @@ from tests.store.filling import (
     SIZES,
     WINDOW,
     Bench,
-    Clock,
     Disk,
     begin,
     chain,
@@ -56,16 +58,11 @@ from tests.store.filling import (
     intact,
     put,
     slab_offset,
-    until,
 )
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
+from tests.waiting import until
 
 CHUNKS, OTHERS = chain("a", 6), chain("b", 2)
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture
@@ -102,7 +99,7 @@ def test_a_restore_is_done_only_when_its_outcome_can_be_read(
         if begun.poll():
             outcomes.append(len(begun.offsets) + len(begun.failed))
 
-    with at_each_step(ask, catalog, restore, loads, tiers, index):
+    with at_each_step(ask, catalog, restore, loads, tiers, index, reader):
         rounds(store)
     assert set(begun.failed.values()) == ({Failure.CHECKSUM} if is_spoiled else set())
     assert set(outcomes) == {len(SIZES)}
@@ -179,6 +176,34 @@ def test_what_was_not_written_is_searched_without_the_lock(
     monkeypatch.setattr(Writes, "offer_all", offer)
     store.catalog.resume_writing()
     assert offered == [4, 2]
+
+
+def test_a_round_that_finds_nothing_takes_the_lock_for_prefetches_alone(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, CHUNKS)
+    rounds(store)
+    lock = MagicMock()
+    with monkeypatch.context() as patch:
+        patch.setattr(store.catalog, "_lock", lock)
+        assert not store.run_io_round()
+    assert lock.__enter__.call_count == 1
+    store.check_integrity()
+
+
+def test_a_request_sees_a_limit_at_each_moment_until_it_is_lifted(
+    store: ArtifactStore, clock: Clock
+) -> None:
+    put(store, CHUNKS[:1])
+    store.retention.limit_life([CHUNKS[0].key], 1.0, is_forgotten=False)
+    clock.passes(1.0)
+    seen, limits = list[bool](), store.retention._lifetimes
+    with at_each_step(lambda: seen.append(bool(limits)), lifetimes):
+        store.expire_due()
+    assert len(seen) > 100
+    assert all(seen)
+    store.retention.lift_limits((CHUNKS[0].key,))
+    assert not limits
 
 
 def test_tails_can_be_asked_for_while_one_is_added(store: ArtifactStore) -> None:

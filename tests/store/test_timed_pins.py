@@ -9,26 +9,30 @@ import pytest
 
 from hetero_connector.artifacts.record import ChunkRange, Tier
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Pinned, PinRefusal
-from tests.store.filling import CHUNK, SIZES, SLOTS, Bench, Clock, Disk, chain, put, stored, until
+from tests.store.filling import CHUNK, SIZES, SLOTS, ClockedStore, chain, put, stored
+from tests.waiting import until
 
 BYTES = sum(SLOTS.values())
 
 
-class Clocked:
-    """A store with room for so many chunks in DRAM, and a clock that the test sets."""
-
-    def __init__(self, dram_chunks: int, root: Path | None = None) -> None:
-        self.clock = Clock()
-        bench = Bench(root, Disk() if root else None, self.clock)
-        self.store: ArtifactStore = bench.open(dram_chunks=dram_chunks)
-
+class Clocked(ClockedStore):
     def pin(
-        self, chunks: list[ChunkRange], seconds: float = 100.0, tenant: bytes = b"", name: str = ""
+        self,
+        chunks: list[ChunkRange],
+        seconds: float = 100.0,
+        tenant: bytes = b"",
+        name: str = "",
+        *,
+        is_bounded: bool | None = None,
     ) -> Pinned | PinRefusal:
+        """Pin a chain: without a tenant as an operator does, unless `is_bounded` says otherwise."""
         return self.store.retention.pin_chain(
-            name or str(chunks[-1].key), (chunks[-1].key,), seconds, tenant, is_bounded=bool(tenant)
+            name or str(chunks[-1].key),
+            (chunks[-1].key,),
+            seconds,
+            tenant,
+            is_bounded=bool(tenant) if is_bounded is None else is_bounded,
         )
 
     def press(self, name: str) -> None:
@@ -137,6 +141,15 @@ def test_many_pins_of_one_chain_are_bounded_in_number(clocked: Clocked) -> None:
     assert len(clocked.store.catalog.tiers.timed_pins) == 4_096
     assert clocked.store.retention.unpin_chain("s0") == 0
     assert clocked.store.retention.unpin_chain("s4999") == CHUNK
+
+
+def test_pins_of_clients_push_out_no_operators_pin(clocked: Clocked) -> None:
+    one = chain("one", 1)
+    put(clocked.store, one)
+    clocked.pin(one, name="operator")
+    for number in range(5_000):
+        clocked.pin(one, tenant=b"t" if number % 2 else b"", name=f"s{number}", is_bounded=True)
+    assert clocked.store.retention.unpin_chain("operator") == CHUNK
 
 
 def test_a_reset_ends_pins_and_their_slots_are_free_again(clocked: Clocked) -> None:

@@ -9,21 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_connector.store.catalog.write_budget import DAY_S, WriteBudget
+from tests.clock import Clock
 
 PER_DAY = 80_000
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 def budget(clock: Clock, wall: Clock | None = None) -> WriteBudget:

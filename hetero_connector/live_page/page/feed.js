@@ -8,14 +8,15 @@ const KEY = "heterocache-key";
 
 export const keepKey = (key) => sessionStorage.setItem(KEY, key);
 
-// Call on.event(object), on.lost(sentence), and on.key(wasRefused), which resolves once there is a key.
+// Call on.event(object), on.lost(sentences), on.broken(sentence) if on.event fails, and on.key(wasRefused), which
+// resolves once there is a key.
 export async function follow(url, on) {
   for (;;) {
     const sentence = await listen(url, on).catch((error) => (error.name === "AbortError"
       ? `The server has sent nothing for ${SILENCE_MS / 1000} s.`
       : "The server does not answer."));
     if (sentence === null) continue;
-    on.lost(sentence);
+    on.lost(`${sentence} Trying again every ${AGAIN_MS / 1000} s.`);
     await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
   }
 }
@@ -46,10 +47,19 @@ async function listen(url, on) {
       text += decoder.decode(value, { stream: true });
       const events = text.split("\n\n");
       text = events.pop();
-      for (const event of events) on.event(JSON.parse(event.slice("data: ".length)));
+      for (const event of events) show(event, on);
     }
   } finally {
     clearTimeout(timer);
+  }
+}
+
+function show(event, on) {
+  try {
+    on.event(JSON.parse(event.slice("data: ".length)));
+  } catch (error) { // a defect of the page, or a server of another version
+    console.error(error);
+    on.broken("This page cannot show what the server sends: reload it.");
   }
 }
 

@@ -36,12 +36,13 @@ export function live(title) {
   document.title = `${title} · ${name}`;
 }
 
-export function lose(sentence) {
+// There are no new figures. `why`: two words for the pill and the tab.
+export function lose(sentences, why = "no connection") {
   byId("key").hidden = true;
   byId("figures").classList.add("old");
-  connection("no connection", "bad");
-  document.title = `no connection · ${name}`;
-  say(`${sentence} ${seen ? `The figures are those of ${clock(seen)}. ` : ""}Trying again every 2 s.`, "bad");
+  connection(why, "bad");
+  document.title = `${why} · ${name}`;
+  say(sentences + (seen ? ` The figures are those of ${clock(seen)}.` : ""), "bad");
 }
 
 function askKey(wasRefused) {
@@ -74,5 +75,5 @@ export function choose(id, names) {
 // Show the events of a URL for ever. `show` gets each, and calls `live` or `lose`.
 export function start(url, page, show) {
   name = page;
-  follow(url, { event: show, lost: lose, key: askKey });
+  follow(url, { event: show, lost: lose, broken: (sentence) => lose(sentence, "page broken"), key: askKey });
 }

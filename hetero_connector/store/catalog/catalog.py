@@ -1,12 +1,13 @@
 """The catalog: what is stored where, and what the I/O thread has to do next.
 
 The one lock of the store, and the only code that changes an artifact; `retention` and `fleet_side`
-share it. Every public method holds the lock from its beginning to its end and waits for nothing but
-the lock; the few that need no lock say so. What they read is one attribute, which is replaced as a
-whole, and last: the thread that changes it may lose the interpreter after any bytecode. Four
-threads call it: the scheduler's (`match` to `decline`), the fleet's (`set_joined` and
-`fleet_side`), the scrubber's and the I/O thread (the rest). No files and no threads here; the clock
-is a parameter.
+share it. A public method holds the lock from its beginning to its end and waits for nothing but the
+lock. Those that hold it for a part, or need none, say so; `flush`, `wait` and `wait_rows_gone` let
+go of it while they wait. What is read without it is one length, or one attribute, which is replaced
+as a whole, and last: the thread that changes it may lose the interpreter after any bytecode. These
+threads call it: the scheduler's and those of commands (`match` to `decline`, and what concerns the
+whole store), the fleet's (`set_joined` and `fleet_side`), the scrubber's and the I/O thread (the
+rest). No files and no threads here; the clock is a parameter.
 
 The life of an artifact: *reserved* with its DRAM slot (`reserve`), *sealed* and so visible
 (`seal`), *stored* once it is on SSD too (`finish_writes`), *forgotten* when its last copy leaves.
@@ -228,31 +229,15 @@ class Catalog:
         if self.config.ssd_dir is not None and self.io_alive:
             self._used.update(dict.fromkeys(used))
 
-    @_locked
     def reserve(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> ReservedSave | Failure:
         """Reserve DRAM slots for a chunk's artifacts: all or none.
 
-        A failure is counted. ValueError for a type that is sealed or reserved already.
+        A failure is counted. ValueError for a type that is sealed or reserved already. Before it
+        takes the lock it calls `Retention.expire_due`, which does so for a part at a time.
         """
-        if set(self.missing(chunk, list(sizes))) != set(sizes) or not sizes:
-            raise ValueError(f"nothing to save, or already saved: {list(sizes)} of {chunk}")
         self.retention.expire_due()  # there may be no I/O thread to do it
-        if not self.tiers.index.has_place_for(chunk):
-            self.loads.count_failure(Failure.GONE, Tier.DRAM)
-            return Failure.GONE
-        # The artifacts enter the index first: that keeps their parents.
-        artifacts = [self.tiers.index.add(chunk, kind, size) for kind, size in sizes.items()]
-        for artifact in artifacts:
-            artifact.pins = 1
-        for artifact in artifacts:
-            ref = self.tiers.take_dram(artifact)
-            if ref is None:
-                self.loads.count_failure(Failure.NO_SLOT, Tier.DRAM)
-                self._undo(artifacts)
-                return Failure.NO_SLOT
-            self.tiers.attach(artifact, ref)
-        offsets = {a.state_type: a.dram_offset for a in artifacts}
-        return ReservedSave(chunk, offsets, dict(sizes), artifacts)
+        with self._lock:
+            return self._reserve(chunk, sizes)
 
     @_locked
     def seal(self, save: Save) -> None:
@@ -357,12 +342,14 @@ class Catalog:
         """Return whether a load waits for its device. Needs no lock."""
         return self.loads.any_queued
 
-    @_locked
     def next_loads(self, source: Source, limit_bytes: int) -> list[Load]:
-        """Take the next loads of a source; see `Loads.take`."""
-        if source is Source.SSD and not self.ssd_readable:
-            self.loads.fail_all(source, Failure.IO_ERROR)
-        return self.loads.take(source, limit_bytes)
+        """Take the next loads of a source; see `Loads.take`. Takes the lock if there are any."""
+        if not self.loads.num_queued(source):
+            return []
+        with self._lock:
+            if source is Source.SSD and not self.ssd_readable:
+                self.loads.fail_all(source, Failure.IO_ERROR)
+            return self.loads.take(source, limit_bytes)
 
     @_locked
     def finish_load(self, load: Load, failure: Failure | None, *, is_lost: bool = False) -> None:
@@ -397,13 +384,18 @@ class Catalog:
         """Fail a load at its deadline; its slots stay protected until `finish_load`."""
         self.loads.give_up(load)
 
-    @_locked
     def take_sample(self) -> Artifact | None:
-        """Return an artifact in DRAM to be checked, pinned until `finish_sample`."""
-        while (artifact := self.samples.take()) is not None:
-            if not artifact.forgotten and artifact.dram is not None and artifact.checksum:
-                artifact.pins += 1
-                return artifact
+        """Return an artifact in DRAM to be checked, pinned until `finish_sample`.
+
+        Takes the lock if there is one.
+        """
+        if not self.samples:
+            return None
+        with self._lock:
+            while (artifact := self.samples.take()) is not None:
+                if not artifact.forgotten and artifact.dram is not None and artifact.checksum:
+                    artifact.pins += 1
+                    return artifact
         return None
 
     @_locked
@@ -445,10 +437,15 @@ class Catalog:
 
     # --- the I/O thread: checksums and writes -----------------------------------------------------
 
-    @_locked
     def next_sums(self, *, reading: bool) -> list[Artifact]:
-        """Return sealed artifacts without a checksum, pinned until `finish_sums`."""
-        return self.writes.take_unsummed(reading=reading)
+        """Return sealed artifacts without a checksum, pinned until `finish_sums`.
+
+        Takes the lock if there are any.
+        """
+        if not self.writes.num_unsummed:
+            return []
+        with self._lock:
+            return self.writes.take_unsummed(reading=reading)
 
     @_locked
     def finish_sums(self, artifacts: Sequence[Artifact], checksums: Sequence[bytes]) -> None:
@@ -460,13 +457,19 @@ class Catalog:
         """Return whether the next write has waited for reads for long enough."""
         return self.writes.waits_too_long
 
-    @_locked
     def admit_writes(self) -> list[Write]:
-        """Return the next writes, which begin once the journal allows it; see `Writes.admit`."""
-        admitted = self.writes.admit()
-        if not admitted:
-            self._lock.notify_all()  # for `flush`
-        return admitted
+        """Return the next writes, which begin once the journal allows it; see `Writes.admit`.
+
+        Takes the lock if anything waits for its write or for `flush`.
+        """
+        writes = self.writes
+        if not (len(writes) or len(writes.claims) or writes.flushing):
+            return []
+        with self._lock:
+            admitted = writes.admit()
+            if not admitted:
+                self._lock.notify_all()  # for `flush`
+            return admitted
 
     @_locked
     def begin_writes(self, admitted: Sequence[Write]) -> list[Write]:
@@ -491,9 +494,11 @@ class Catalog:
         self.writes.release_sources(writes)
 
     @_locked
-    def finish_writes(self, writes: Sequence[Write], *, is_stored: bool, is_late: bool) -> None:
+    def finish_writes(
+        self, writes: Sequence[Write], *, is_stored: bool, is_late: bool, may_be_bad: bool = False
+    ) -> None:
         """End writes; see `Writes.finish`."""
-        self.writes.finish(writes, is_stored=is_stored, is_late=is_late)
+        self.writes.finish(writes, is_stored=is_stored, is_late=is_late, may_be_bad=may_be_bad)
         self._lock.notify_all()
 
     @_locked
@@ -578,13 +583,15 @@ class Catalog:
     # --- the I/O thread itself --------------------------------------------------------------------
 
     def expire(self) -> bool:
-        """End some chain users, pins and replicas whose time is over; return if more are due."""
-        now_s, is_left = self.clock(), False
-        for mortal in (self.replicas, self.users, self.retention):
-            if mortal.look_s <= now_s:
-                with self._lock:
-                    is_left = mortal.expire() or is_left
-        return is_left
+        """End some of what has a time that is over; return whether more is due.
+
+        Takes the lock for each part of it that is due.
+        """
+        is_left = False
+        if self.replicas.look_s <= self.clock():
+            with self._lock:
+                is_left = self.replicas.expire()
+        return self.retention.expire_due() or is_left
 
     @_locked
     def wait(self, timeout_s: float, rows_due: Callable[[], float]) -> None:
@@ -681,7 +688,7 @@ class Catalog:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock: for tests that look at several parts at one moment."""
+        """Hold the lock, for what must look at or change several parts at one moment."""
         with self._lock:
             yield
 
@@ -699,6 +706,27 @@ class Catalog:
         self.tick_times.note(tick, self.clock())
         return tick
 
+    def _reserve(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> ReservedSave | Failure:
+        """See `reserve`."""
+        if set(self.missing(chunk, list(sizes))) != set(sizes) or not sizes:
+            raise ValueError(f"nothing to save, or already saved: {list(sizes)} of {chunk}")
+        if not self.tiers.index.has_place_for(chunk):
+            self.loads.count_failure(Failure.GONE, Tier.DRAM)
+            return Failure.GONE
+        # The artifacts enter the index first: that keeps their parents.
+        artifacts = [self.tiers.index.add(chunk, kind, size) for kind, size in sizes.items()]
+        for artifact in artifacts:
+            artifact.pins = 1
+        for artifact in artifacts:
+            ref = self.tiers.take_dram(artifact)
+            if ref is None:
+                self.loads.count_failure(Failure.NO_SLOT, Tier.DRAM)
+                self._undo(artifacts)
+                return Failure.NO_SLOT
+            self.tiers.attach(artifact, ref)
+        offsets = {a.state_type: a.dram_offset for a in artifacts}
+        return ReservedSave(chunk, offsets, dict(sizes), artifacts)
+
     def _undo(self, artifacts: Iterable[Artifact]) -> None:
         """Forget artifacts that are not sealed."""
         for artifact in artifacts:
@@ -707,6 +735,7 @@ class Catalog:
             self.tiers.unpin(artifact)
 
     def _on_forgotten(self, artifact: Artifact) -> None:
+        self.retention.on_forgotten(artifact.node)
         self.writes.discard(artifact)
         self._used.pop(artifact, None)
 

@@ -42,8 +42,8 @@ class _Foreign:
 class ChainUsers:
     """Counts users on the index's nodes. A private part of `Catalog`, which holds the lock.
 
-    The newest `capacity` users count, of each tenant its share. To add or remove one costs
-    O(chunks of its chain).
+    The newest `capacity` users count, of each tenant its share. To add, move or remove one costs
+    O(chunks of its chain); one that goes on with the same chain costs O(log users).
     """
 
     def __init__(
@@ -76,10 +76,11 @@ class ChainUsers:
         before = self._uses.pop(user, None)
         self._note_change(user)
         use = self._uses[user] = _Use(node, until_s)
-        for used in _chain(node):
-            used.users += 1
-        if before is not None:
-            self._count_down(before)
+        if before is None or before.node is not node:
+            for used in _chain(node):
+                used.users += 1
+            if before is not None:
+                self._count_down(before)
         self._ends.push(until_s, user, use)
         if (oldest := self._shares.add(user, tenant)) is not None:
             self.remove(oldest)

@@ -67,7 +67,7 @@ def make_policy(
 Rank = tuple[float, int]
 """The lowest leaves first. May change only when the artifact is used, and then only grow."""
 _SWEEP_FROM = 64
-_EVICT_FIRST_CAPACITY = 16_384
+EVICT_FIRST_CAPACITY = 16_384
 _MAX_MOMENTS = 4096
 
 
@@ -335,14 +335,15 @@ class UsersLast:
 class EvictFirst:
     """Artifacts that leave their tier before the eviction policy is asked.
 
-    State that is cheaper to compute than to load, prefetched state whose session did not come, and
-    other workers' state that was not used for a while. Nothing is dropped while there is room. Of
-    each tier and state type the newest count. A private part of `Catalog`, which holds the lock.
+    State that is cheaper to compute than to load, prefetched state whose session did not come,
+    other workers' state that was not used for a while, and what is to leave early (`lifetimes`).
+    Nothing is dropped while there is room. Of each tier and state type the newest count. A private
+    part of `Catalog`, which holds the lock.
     """
 
     def __init__(self) -> None:
         self._places: defaultdict[tuple[Tier, StateType], BoundedDict[Artifact, None]]
-        self._places = defaultdict(partial(BoundedDict, _EVICT_FIRST_CAPACITY))
+        self._places = defaultdict(partial(BoundedDict, EVICT_FIRST_CAPACITY))
 
     def add(self, artifact: Artifact, tier: Tier) -> None:
         """Let an artifact leave `tier` first. Of a chain add parents first."""
@@ -355,6 +356,14 @@ class EvictFirst:
         for artifact in artifacts:
             for tier in (Tier.DRAM, Tier.SSD):
                 self._places[tier, artifact.state_type].pop(artifact, None)
+
+    def renew(self, artifacts: Iterable[Artifact]) -> None:
+        """Let artifacts, where they are to leave first, leave before all others that are."""
+        for artifact in artifacts:
+            for tier in (Tier.DRAM, Tier.SSD):
+                place = self._places[tier, artifact.state_type]
+                if artifact in place:
+                    place.move_to_end(artifact)
 
     def has_any(self, tier: Tier, state_type: StateType) -> bool:
         """Return whether anything is to leave first, though it may be blocked by now."""

@@ -2,7 +2,8 @@
 
 A tenant is a cache salt: requests with the same salt share their state, and no others do. A full
 map drops the oldest key of a tenant that has more than its share, so a client that makes up many
-keys drives out its own. With one tenant that is the oldest key of all.
+keys drives out its own. With one tenant that is the oldest key of all. The key that was added last
+always stays: where each tenant has one key, that of the tenant that joined first leaves.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class FairShares:
         own[key] = None
         if len(self.tenants) <= self._capacity:
             return None
-        is_over = len(own) * len(self._keys) > self._capacity
+        is_over = len(own) > 1 and len(own) * len(self._keys) > self._capacity
         most = own if is_over else self._keys[max(self._keys, key=lambda t: len(self._keys[t]))]
         victim = next(iter(most))
         self.remove(victim)

@@ -93,9 +93,12 @@ class FleetSide:
         return list(asked)[: 2 * count]
 
     def set_foreign_users(self, has_users: Mapping[ChunkKey, bool], for_s: float) -> None:
-        """Say up to which chunks sessions of other engines use a chain, valid for so long."""
-        with self._lock:
-            for chunk, is_used in has_users.items():
+        """Say up to which chunks sessions of other engines use a chain, valid for so long.
+
+        Takes the lock for one chunk at a time: each may end a chain of thousands.
+        """
+        for chunk, is_used in has_users.items():
+            with self._lock:
                 node = self._tiers.index.nodes.get(chunk)
                 if is_used and node is not None:
                     self._users.add_foreign(node, self._clock() + for_s, self._tick())

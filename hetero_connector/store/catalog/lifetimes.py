@@ -1,17 +1,20 @@
 """Lifetimes: chunks that are to leave early, because the requests that stored them said so.
 
 When its time is over a chunk leaves first (`EvictFirst`) or is forgotten. A request that comes to
-the chunk and says nothing of the kind lifts that: what others use is theirs, too. Nothing leaves
-that a session uses, a pin keeps, or another chunk follows.
+the chunk and says nothing of the kind lifts that, also if it is to leave first already: what others
+use is theirs, too. What a session uses or a pin keeps when its time is over is looked at again
+later, and so is what should be forgotten and another chunk follows. What leaves first leaves with
+the deepest chunk first, though chunks before it were kept for longer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.containers import ExpiringHeap
+from hetero_connector.containers import BoundedDict, ExpiringHeap
+from hetero_connector.store.catalog.eviction import EVICT_FIRST_CAPACITY
 from hetero_connector.store.catalog.forgetting import forget_node
 from hetero_connector.store.catalog.loads import Loads
 from hetero_connector.store.catalog.nodes import Node
@@ -24,11 +27,13 @@ _RETRY_S = 1.0
 _SWEEP_FROM = 1024
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Life:
     until_s: float
     is_forgotten: bool
     """True if the chunk is forgotten at the end, False if it leaves first from then on."""
+    is_late: bool = False
+    """True once the chunk could not leave when its time was over."""
 
 
 class Lifetimes:
@@ -41,9 +46,15 @@ class Lifetimes:
         self._ends = ExpiringHeap[Node, _Life](self._lives)
         self._swept = 0
         """Lives that the last sweep kept."""
+        self._first = BoundedDict[Node, None](EVICT_FIRST_CAPACITY)
+        """Chunks that are to leave first, in the order in which `EvictFirst` has them."""
 
-    def __len__(self) -> int:
-        return len(self._lives)
+    def __bool__(self) -> bool:
+        """Return whether there is anything to lift.
+
+        Needs no lock: a chunk is among those that leave first before its life is removed.
+        """
+        return bool(self._lives or self._first)
 
     @property
     def next_s(self) -> float:
@@ -65,48 +76,75 @@ class Lifetimes:
 
     def lift(self, node: Node | None, now_s: float) -> None:
         """Let the chunk and those before it live on, but what should be forgotten by now."""
-        while self._lives and node is not None:
+        while node is not None and self:
             life = self._lives.get(node)
             if life is not None and not (life.is_forgotten and life.until_s <= now_s):
                 del self._lives[node]
+            if node in self._first:
+                del self._first[node]
+                self._tiers.evict_first.discard(node.artifacts.values())
             node = node.parent
         self._ends.prune()
 
     def expire(self, now_s: float) -> bool:
         """End some lives whose time is over; return whether others are left."""
-        again: list[tuple[Node, _Life]] = []
+        late = dict[Node, None]()
         for _ in range(_AT_ONCE):
             if (node := self._ends.pop_due(now_s)) is None:
                 break
-            life = self._lives.pop(node)
-            self._ends.prune()
+            life = self._lives[node]
             if self._tiers.index.nodes.get(node.key) is node and not self._end(node, life):
-                again.append((node, life))
-        for node, life in again:
-            self._lives[node] = life
-            self._ends.push(now_s + _RETRY_S, node, life)
+                life.is_late = True
+                self._ends.push(now_s + _RETRY_S, node, life)
+                continue
+            del self._lives[node]
+            if life.is_late and node in self._first:
+                late[node] = None
+        if late:
+            self._renew_below(late)
         return self._ends.next_s <= now_s
+
+    def on_forgotten(self, node: Node) -> None:
+        """Note that an artifact of the chunk was forgotten."""
+        if not node.artifacts:
+            self._first.pop(node, None)
 
     def clear(self) -> None:
         """Forget all lives: everything stored was forgotten."""
         self._lives.clear()
         self._ends.clear()
+        self._first.clear()
 
     def _end(self, node: Node, life: _Life) -> bool:
         """Return False if the chunk cannot leave yet."""
         artifacts = list(node.artifacts.values())
-        if not all(artifact.sealed for artifact in artifacts):
+        is_kept = node.users > 0 or node in self._tiers.timed_pins
+        if is_kept or not all(artifact.sealed for artifact in artifacts):
             return False
         if life.is_forgotten:
-            if node.users or node.num_children or node in self._tiers.timed_pins:
+            if node.num_children:
                 return False
             forget_node(self._tiers, self._loads, node)
             return True
+        if artifacts:
+            self._first[node] = None
         for artifact in artifacts:
             for tier in (Tier.DRAM, Tier.SSD):
                 if artifact.slot(tier) is not None:
                     self._tiers.evict_first.add(artifact, tier)
         return True
+
+    def _renew_below(self, late: Mapping[Node, None]) -> None:
+        """Let what comes after these chunks leave before them, though it was to leave first before.
+
+        O(chunks that are to leave first): a millisecond or so.
+        """
+        above = set(late)
+        for node in list(self._first):  # parents first
+            if node.parent in above and node not in late:
+                above.add(node)
+                self._first[node] = None
+                self._tiers.evict_first.renew(node.artifacts.values())
 
     def _sweep(self) -> None:
         """Drop chunks that have left the index, whenever there are twice as many."""

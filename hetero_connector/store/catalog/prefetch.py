@@ -58,12 +58,15 @@ class _Job:
     worth_s: Mapping[StateType, float]
     """Seconds that a restore saves by an artifact of the type, on average over the chain: it
     waits for the short end as for any other."""
+    num_loading: int = 0
+    """Reads that have begun and not ended: what they bring is still to expire."""
     staged: list[Artifact] = field(default_factory=list)
     outcome: str | None = None
     """Why the rest is not staged; None while it goes on."""
 
     def on_loaded(self, artifact: Artifact, failure: Failure | None) -> None:
         """See `loads.Waiter`."""
+        self.num_loading -= 1
         if failure is not None:
             self.outcome = "failed"
             return
@@ -112,7 +115,7 @@ class Prefetcher:
     @property
     def wake_s(self) -> float:
         """Clock time of the next thing to do."""
-        expiries = (job.expires_s for job in self._waiting)
+        expiries = (job.expires_s for job in self._waiting if not job.num_loading)
         return min(self.schedule.next_s, *expiries, float("inf"))
 
     def session_returned(self, session: Hashable) -> None:
@@ -248,6 +251,7 @@ class Prefetcher:
             return None
         load = self._loads.begin(artifact, Source.SSD, target)
         load.waiters.append(job)
+        job.num_loading += 1
         self._loads.protect_slots(load)
         return load
 
@@ -263,7 +267,7 @@ class Prefetcher:
         """Stage nothing more for this session."""
         self._job = None
         job.artifacts.clear()
-        if job.staged:
+        if job.staged or job.num_loading:
             self._waiting.append(job)
         if len(self._waiting) > _MAX_STAGED:
             self._waiting = [j for j in self._waiting if self._is_awaited(j)]
@@ -284,7 +288,7 @@ class Prefetcher:
     def _expire(self, now_s: float) -> None:
         """Let staged state leave first whose session is not expected any more."""
         tiers = self._tiers
-        for job in [j for j in self._waiting if j.expires_s <= now_s]:
+        for job in [j for j in self._waiting if j.expires_s <= now_s and not j.num_loading]:
             self._waiting.remove(job)
             for artifact in job.staged:
                 if tiers.prefetched.expected(artifact) is job.expected:
@@ -303,7 +307,8 @@ class Prefetcher:
 
     def _is_awaited(self, job: _Job) -> bool:
         expected = self._tiers.prefetched.expected
-        return any(expected(artifact) is job.expected for artifact in job.staged)
+        is_kept = any(expected(artifact) is job.expected for artifact in job.staged)
+        return is_kept or job.num_loading > 0
 
     def _jobs(self) -> Iterator[_Job]:
         yield from self._waiting

@@ -146,7 +146,7 @@ BATCH_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class PrefetchCosts:
-    """The engine's figures for prefetching. Called with the catalog's lock held."""
+    """The engine's figures for prefetching. Called by the I/O thread, which may hold the lock."""
 
     stage_seconds: Callable[[Artifact], float] = lambda artifact: artifact.size_bytes / 3e9
     """Seconds to read an artifact from SSD; without measurements, at 3 GB/s."""

@@ -61,6 +61,7 @@ class Restore:
 
         Fails what is missing once the deadline has passed.
         """
+        assert not self._ended, "its artifacts may have been evicted"
         if not self._pending:
             return True
         is_overdue = self._catalog.clock() >= self._deadline_s
@@ -70,8 +71,9 @@ class Restore:
     def columns(self) -> Sequence[Sequence[int]]:
         """For each `Wanted`, the arena byte offset of each chunk's artifact; -1 if it failed.
 
-        Final once `poll` returns True, valid until `release`.
+        Final once `poll` returns True, valid until `release` or `abandon`.
         """
+        assert not self._ended, "its artifacts may have been evicted"
         return self._columns
 
     @property

@@ -37,7 +37,7 @@ class SecondsSaved:
 
     prefill_seconds: Callable[[float, float], float] = default_prefill_seconds
     """`prefill_seconds(new_tokens, context_tokens)`: what computing takes, as far as is known by
-    now. Called often, on either of the store's threads, with the store's lock held."""
+    now. Called often, on any thread that calls the store, with or without the store's lock."""
 
     def __call__(self, artifact: Artifact) -> float:
         """Return the seconds that a request saves if it can resume with the artifact."""

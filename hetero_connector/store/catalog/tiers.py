@@ -82,7 +82,7 @@ class Tiers:
         self.on_forgotten: Callable[[Artifact], None] = lambda artifact: None
         """Called with each artifact that leaves the index."""
         self.on_evicted: Callable[[Artifact, Tier], None] = lambda artifact, tier: None
-        """Called with each artifact whose last copy is evicted from a tier."""
+        """Called with each artifact whose last copy the eviction policy takes from a tier."""
         self.newest_use_s = 0.0
         """Unix time of the last use that the journal listed when it was read."""
         self.journal_stale = False
@@ -202,11 +202,12 @@ class Tiers:
         self.forget(artifact)
         self.forget_remains(artifact.node)
 
-    def forget_remains(self, node: Node) -> None:
+    def forget_remains(self, node: Node, *, is_evicted: bool = False) -> None:
         """Forget what is left of a leaf that has lost its prefix-proportional state.
 
         It cannot be restored, and it would keep the chunks above it in place for ever where few
-        chunks have a checkpoint: slots for checkpoints are never short there.
+        chunks have a checkpoint: slots for checkpoints are never short there. `is_evicted`: the
+        policy evicted that state, so that this counts as its eviction, too.
         """
         while self._has_prefix and node.parent is not None and not node.num_children:
             remains = list(node.artifacts.values())
@@ -216,7 +217,8 @@ class Tiers:
                 for tier in (Tier.DRAM, Tier.SSD):
                     if artifact.slot(tier) is not None:
                         self._count_eviction(tier, artifact.state_type)
-                        self.on_evicted(artifact, tier)
+                        if is_evicted:
+                            self.on_evicted(artifact, tier)
                 self.forget(artifact)
             node = node.parent
 
@@ -369,6 +371,7 @@ class Tiers:
         tier, kind = pool.tier, artifact.state_type
         while (ref := pool.take(kind, after)) is None:
             victim = self._pop_first(tier, kind)
+            is_ranked = victim is None
             if victim is None:
                 victim = self._pop_ranked(tier, kind)
                 if victim is not None and spares is not None and spares(victim):
@@ -381,7 +384,7 @@ class Tiers:
             if victim is None:
                 return None
             if victim.sealed:  # else it was forgotten with the last of its chunk
-                self._evict(victim, tier)
+                self._evict(victim, tier, is_ranked=is_ranked)
         return ref
 
     def _next_rank(self, tier: Tier, state_type: StateType) -> tuple[bool, float, int]:
@@ -419,6 +422,7 @@ class Tiers:
             if than is not None and next_rank(other) >= _rank(than):
                 return False
             victim = self._pop_first(tier, other)
+            is_ranked = victim is None
             if victim is None:
                 victim = self._pop_ranked(tier, other)
                 if victim is None:
@@ -427,16 +431,18 @@ class Tiers:
                 if than is not None and _rank(victim) >= _rank(than):
                     self._offer(victim)  # the one that was expected is blocked
                     continue
-            self._evict(victim, tier)
+            self._evict(victim, tier, is_ranked=is_ranked)
             left -= 1
         return pool.num_free(kind) > 0
 
-    def _evict(self, victim: Artifact, tier: Tier) -> None:
+    def _evict(self, victim: Artifact, tier: Tier, *, is_ranked: bool) -> None:
+        """Evict a victim: of the policy if `is_ranked`, else one that was to leave first."""
         self._count_eviction(tier, victim.state_type)
         self.drop(victim, tier)
         if victim.forgotten:
-            self.on_evicted(victim, tier)
-            self.forget_remains(victim.node)
+            if is_ranked:
+                self.on_evicted(victim, tier)
+            self.forget_remains(victim.node, is_evicted=is_ranked)
 
     def _count_eviction(self, tier: Tier, state_type: StateType) -> None:
         self._recorder.add("heterocache_evictions", tier=tier.value, state_type=state_type.value)

@@ -71,7 +71,8 @@ class TimedPins:
         self._offer = offer
         self._pins: dict[Hashable, _Pin] = {}
         self._ends = ExpiringHeap[Hashable, _Pin](self._pins)
-        self._shares = FairShares(_CAPACITY)
+        self._shares = {is_bounded: FairShares(_CAPACITY) for is_bounded in (True, False)}
+        """Clients' pins and operators', apart: those of clients push none of an operator out."""
         self._counts: dict[Node, _Count] = {}
         self._bytes_by_tenant: dict[bytes, int] = {}
         self._passed_over: dict[Node, dict[Artifact, None]] = {}
@@ -122,7 +123,7 @@ class TimedPins:
         self.remove(name)
         self._pins[name] = pin
         self._ends.push(until_s, name, pin)
-        if (oldest := self._shares.add(name, tenant)) is not None:
+        if (oldest := self._shares[is_bounded].add(name, tenant)) is not None:
             self.remove(oldest)
         return Pinned(node.chunk.end, sum(map(self._size_bytes, chunks)))
 
@@ -132,7 +133,7 @@ class TimedPins:
         if pin is None:
             return 0
         self._ends.prune()
-        self._shares.remove(name)
+        self._shares[pin.is_bounded].remove(name)
         self._count_down(pin)
         return pin.node.chunk.end
 
@@ -173,7 +174,8 @@ class TimedPins:
         """End all pins: everything stored was forgotten."""
         self._pins.clear()
         self._ends.clear()
-        self._shares.clear()
+        for shares in self._shares.values():
+            shares.clear()
         self._counts.clear()
         self._bytes_by_tenant.clear()
         self._passed_over.clear()

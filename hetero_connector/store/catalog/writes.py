@@ -6,6 +6,7 @@ finds nothing that continues what it lacks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from hetero_connector.store.catalog.artifact_queue import ArtifactQueue
 from hetero_connector.store.catalog.nodes import Artifact, Node
 from hetero_connector.store.catalog.tiers import Tiers
 
+logger = logging.getLogger("vllm.heterocache")
+
 _BATCH_BYTES = 16 << 20
 """Written at once. A restore that comes in between waits for so much at most."""
 _BATCH_BYTES_WHILE_READING = 4 << 20
@@ -34,6 +37,8 @@ _CLAIM_PATIENCE_S = 1.0
 """An unanswered claim delays a write so long at most."""
 _MAX_WAIT_S = 1.0
 """A write that is due waits so long for reads."""
+_MAX_SUSPECTS = 4
+"""If more chunks fail one after another, each by itself, that is the disk and not their places."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,12 @@ class Writes:
         """Sealed artifacts without a checksum; what is written gets one before."""
         self._queue = ArtifactQueue[Pending]()
         self._most_chunks = max(1, tiers.dram.geometry.num_chunks // _DRAM_SHARE)
+        self._alone = 0
+        """So many chunks are written each by itself: a slot of a batch may be bad."""
+        self._failed_alone = 0
+        """Chunks that failed by themselves since something was written."""
+        self._suspects: list[SlotRef] = []
+        """Their slots, kept from use until something is written elsewhere: then they are bad."""
 
     def __len__(self) -> int:
         """Return how many artifacts wait for their write."""
@@ -245,21 +256,36 @@ class Writes:
         for write in writes:
             self._tiers.dram.end_transfer(write.source)
 
-    def finish(self, writes: Sequence[Write], *, is_stored: bool, is_late: bool) -> None:
+    def finish(
+        self, writes: Sequence[Write], *, is_stored: bool, is_late: bool, may_be_bad: bool = False
+    ) -> None:
         """End writes whose DRAM slots are released.
 
         `is_stored`: their bytes are synced and journaled; else they are written again. `is_late`:
-        they were given up before.
+        they were given up before. `may_be_bad`: the device did not take the bytes, maybe because
+        of a slot. Then the chunks are written each by itself, and the slots of a chunk that fails
+        so are not used again once another one is stored.
         """
-        tiers = self._tiers
+        tiers, is_suspect = self._tiers, False
         assert tiers.ssd is not None
-        if not (is_stored or is_late):
+        if is_stored:
+            self._alone = max(0, self._alone - 1)
+            self._retire_suspects()
+        else:
             self._put_back([write.artifact for write in writes])
+        if may_be_bad:
+            num_chunks = len({write.artifact.node for write in writes})
+            if num_chunks > 1:
+                self._alone = num_chunks
+            else:
+                is_suspect = self._suspect()
         for write in writes:
             artifact = write.artifact
             self._begun.discard(artifact)
             tiers.ssd.end_transfer(write.target)
-            if not is_stored or artifact.forgotten:
+            if is_suspect:
+                self._suspects.append(write.target)
+            elif not is_stored or artifact.forgotten:
                 tiers.free_ssd(artifact.id, write.target)  # a commit that failed may have its row
             else:
                 tiers.attach(artifact, write.target)
@@ -272,6 +298,34 @@ class Writes:
         if not is_late:
             self._release([write.artifact for write in writes])
 
+    def _suspect(self) -> bool:
+        """Count a chunk that failed by itself; return whether its slots are kept from use."""
+        self._failed_alone += 1
+        if self._failed_alone <= _MAX_SUSPECTS:
+            return True
+        self._free_suspects()
+        return False
+
+    def _retire_suspects(self) -> None:
+        """Never use the suspects again: something was written, so it was not all of the disk."""
+        assert self._tiers.ssd is not None
+        if self._suspects:
+            logger.warning(
+                "SSD tier: writing to %d slots failed while others could be written; this engine "
+                "does not use them again",
+                len(self._suspects),
+            )
+        for suspect in self._suspects:
+            self._tiers.ssd.retire(suspect)
+        self._free_suspects()
+        self._failed_alone = 0
+
+    def _free_suspects(self) -> None:
+        assert self._tiers.ssd is not None
+        for suspect in self._suspects:
+            self._tiers.ssd.release(suspect)
+        self._suspects.clear()
+
     @property
     def _due_s(self) -> float:
         return float("inf") if self.flushing else self._clock()
@@ -282,7 +336,8 @@ class Writes:
         size_bytes, num_chunks, chunk, due_s = 0, 0, None, self._due_s
         while self._queue and self._queue.first.due_s <= due_s:
             artifact = self._queue.first.artifact
-            is_full = size_bytes >= _BATCH_BYTES or num_chunks >= self._most_chunks
+            most_chunks = 1 if self._alone else self._most_chunks
+            is_full = size_bytes >= _BATCH_BYTES or num_chunks >= most_chunks
             if (is_full and artifact.node is not chunk) or artifact in self._unsummed:
                 break
             self._queue.popleft()
@@ -360,7 +415,7 @@ class Writes:
         if self.is_writable:
             due_s = self._clock() + _RETRY_S
             for artifact in reversed(artifacts):
-                if not artifact.forgotten:
+                if not artifact.forgotten and could_be_written(artifact):
                     self._queue.append_first(artifact, Pending(artifact, due_s))
 
     def _release(self, artifacts: Collection[Artifact]) -> None:

@@ -11,9 +11,10 @@ them local) the checksum still finds bytes that are being overwritten: it comes 
 record, and is seeded with the artifact's id.
 
 The fleet's record names the path, and any program may have written what lies there. Neither is
-believed: the path must lie below a folder that the configuration names, no symbolic link is
-followed below that, files must be regular ones, and SQLite gets a deadline and a schema that is
-checked first.
+believed: the path must lie below a folder that the configuration names, when a directory is opened
+there may be no symbolic link below that, files must be regular ones, and SQLite gets a deadline and
+a schema that is checked first. After that look lock and journal are opened by their path: whoever
+may change folders there can still have another of the engine's own files read in their place.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from hetero_connector.store.catalog.slot_geometry import padded
 from hetero_connector.store.ssd.directory_lock import holder, is_locked, shared
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_connection import connect
+from hetero_connector.store.ssd.slab_reader import read_blocks
 from hetero_connector.store.ssd.space import JOURNAL_NAME, LOCK_NAME, OPENING_LOCK_NAME, SLAB_NAME
 from hetero_connector.transfer.base import open_direct
 from hetero_connector.transfer.checksum import checksum
@@ -106,21 +108,10 @@ class OrphanDirectory:
         if row is None or row.checksum != digest or row.size_bytes != size_bytes:
             return Failure.GONE
         offset = self._journal.meta.geometry.offset(artifact.state_type, row.slot)
-        if not self._fill(offset, into[: padded(size_bytes)]):
-            return Failure.IO_ERROR
-        return None if checksum(into[:size_bytes], artifact.seed) == digest else Failure.CHECKSUM
-
-    def _fill(self, offset: int, target: npt.NDArray[np.uint8]) -> bool:
-        """False where the slab ends before. Raises OSError."""
         if self._slab < 0:
             self._slab = _open_slab(self._folder)
-        done = 0
-        while done < len(target):
-            moved = os.preadv(self._slab, [target.data[done:]], offset + done)
-            if not moved:
-                return False
-            done += moved
-        return True
+        read_blocks(self._slab, offset, into[: padded(size_bytes)])
+        return None if checksum(into[:size_bytes], artifact.seed) == digest else Failure.CHECKSUM
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class Peers(Protocol):
 
 
 class KnownPeers:
-    """Implements `Peers` from what its caller sets: for tests and the simulator."""
+    """Implements `Peers` from what its caller sets: for tests and benchmarks."""
 
     def __init__(self) -> None:
         self.cards: dict[int, bytes] = {}

@@ -97,13 +97,13 @@ class Sharing:
         return self._fleet_side.inventory()
 
     def resolve_claims(
-        self, owned: Mapping[ArtifactId, int], held: Iterable[ArtifactId]
+        self, owned: Mapping[ArtifactId, int], foreign: Iterable[ArtifactId]
     ) -> list[ArtifactId]:
         """Note the fleet's answers: ours by fencing token, and those that others own.
 
         Returns those that are gone.
         """
-        return self._fleet_side.resolve_claims(owned, held)
+        return self._fleet_side.resolve_claims(owned, foreign)
 
     def find_gone(self, artifacts: Iterable[ArtifactId]) -> list[ArtifactId]:
         """Return those that are not here any more."""
@@ -121,9 +121,9 @@ class Sharing:
         """Return chunks for which it matters now whether others use them; see `FleetSide`."""
         return self._fleet_side.next_victims(count)
 
-    def set_foreign_users(self, is_read: Mapping[ChunkKey, bool], for_s: float) -> None:
+    def set_foreign_users(self, has_users: Mapping[ChunkKey, bool], for_s: float) -> None:
         """Say whether other engines' sessions use chains up to these chunks, valid for so long."""
-        self._fleet_side.set_foreign_users(is_read, for_s)
+        self._fleet_side.set_foreign_users(has_users, for_s)
 
     def _show_generation(self, generation: Generation) -> None:
         """Let peers read that have seen the same resets, no others."""

@@ -3,9 +3,10 @@
     ssd_dir/.lock                       held for a moment while a directory is opened
     ssd_dir/<fingerprint, 16 hex>/lock  held by the engine that uses it
                                  /journal.sqlite
-                                 /generation       which resets it has seen
-                                 /learned.json     what its engines have learned
+                                 /generation          which resets it has seen
+                                 /learned.json        what its engines have learned
                                  /slots.slab
+                                 /cleared-salts.json  how often each salt and model was cleared
 
 The slab file is preallocated and its slots never move, so a write to it never runs out of disk,
 except where the file system copies on write (btrfs, zfs). It is cut as the arena is. Only the
@@ -27,7 +28,7 @@ from hetero_connector.artifacts.generation import FIRST, Generation
 from hetero_connector.errors import ConfigError, StoreError, StoreTakenError, TransferError
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.catalog.slot_geometry import SlotGeometry, bundles_of, padded
-from hetero_connector.store.ssd.directory_lock import DirectoryLock
+from hetero_connector.store.ssd.directory_lock import SERVER_LEASE_S, DirectoryLock
 from hetero_connector.store.ssd.generation_file import (
     GENERATION_NAME,
     GenerationFile,
@@ -35,7 +36,11 @@ from hetero_connector.store.ssd.generation_file import (
 )
 from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_connection import Connect, connect
-from hetero_connector.store.ssd.journal_format import CorruptJournalError, JournalMeta
+from hetero_connector.store.ssd.journal_format import (
+    CorruptJournalError,
+    JournalMeta,
+    UnreadableJournalError,
+)
 from hetero_connector.store.ssd.private_files import (
     PRIVATE_DIRECTORY_MODE,
     PRIVATE_FLAGS,
@@ -63,9 +68,10 @@ logger = logging.getLogger("vllm.heterocache")
 _ROW_BYTES = 512
 """Journal bytes an artifact may cost: a row in two b-trees, at SQLite's usual fill."""
 _WAL_BYTES = 8 << 20
-_OPEN_WAIT_S = 30.0
 _READERS_WAIT_S = 30.0
 """Peers that adopt from here release the lock after an artifact."""
+_OPEN_WAIT_S = SERVER_LEASE_S + _READERS_WAIT_S + 30.0
+"""Longer than an engine that opens its directory waits for that one's lock."""
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_ACCESS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 _NO_ACCESS |= {errno.ENOENT, errno.ELOOP}
@@ -149,7 +155,8 @@ class SsdDirectory:
                             f"other users can write to {root}, and so put directories of theirs in "
                             "place of this engine's; take that right from them"
                         )
-                    directory._open_files(root, meta, room, keep_unused, generation)
+                    with _advice(path):
+                        directory._open_files(root, meta, room, keep_unused, generation)
                 except BaseException:
                     directory._abandon()
                     raise
@@ -160,7 +167,8 @@ class SsdDirectory:
             finally:
                 opening.release()
             try:
-                directory._check_journal(meta)
+                with _advice(path):
+                    directory._check_journal(meta)
             except BaseException:
                 directory._abandon()
                 raise
@@ -254,6 +262,10 @@ class SsdDirectory:
                 "on this file system. It has stopped writing; give each engine an ssd_dir of its "
                 "own, or one on a local disk"
             )
+
+    def mark_used(self) -> None:
+        """Note that the directory is in use now: who makes room deletes it after older ones."""
+        self._lock.mark_used()
 
     def close(self) -> None:
         """Close the journal and the slab, release the lock. Idempotent."""
@@ -392,6 +404,18 @@ def _errors_at(path: Path) -> Iterator[None]:
         yield
     except OSError as e:
         raise StoreError(f"{path} cannot be opened: {e}") from e
+
+
+@contextlib.contextmanager
+def _advice(path: Path) -> Iterator[None]:
+    """Say what to do about a journal that the disk does not read or write."""
+    try:
+        yield
+    except UnreadableJournalError as e:
+        raise StoreError(
+            f"{e}. If this stays so though the disk is sound, delete {path} (what is stored there "
+            "is lost), or choose another ssd_dir"
+        ) from e
 
 
 def ssd_geometry(slot_bytes: Mapping[StateType, int], ssd_bytes: int) -> SlotGeometry:

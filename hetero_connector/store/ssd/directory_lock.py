@@ -25,7 +25,7 @@ from hetero_connector.store.ssd.private_files import PRIVATE_FLAGS, PRIVATE_MODE
 logger = logging.getLogger("vllm.heterocache")
 
 _RETRY_S = 0.05
-_SERVER_LEASE_S = 120.0
+SERVER_LEASE_S = 120.0
 """An NFS server gives up the locks of a client that crashed after its lease, 90 s by default."""
 _LOCKS = Path("/proc/locks")
 _MAX_BYTES = 4096
@@ -58,7 +58,7 @@ class DirectoryLock:
         while (lock := cls.try_acquire(path)) is None:
             patience_s = wait_s if is_locked(path) else max(wait_s, readers_wait_s)
             if _is_left_over(path):
-                patience_s = max(patience_s, _SERVER_LEASE_S)
+                patience_s = max(patience_s, SERVER_LEASE_S)
                 if not is_servers:
                     is_servers = True
                     logger.warning(
@@ -66,7 +66,7 @@ class DirectoryLock:
                         "the locks of a host that crashed for a while; waiting up to %.0f s",
                         path,
                         holder(path),
-                        _SERVER_LEASE_S,
+                        SERVER_LEASE_S,
                     )
             if time.monotonic() - started_s >= patience_s:
                 raise StoreInUseError(_in_use(path))
@@ -113,12 +113,17 @@ class DirectoryLock:
         other = content.removeprefix(self._line)
         return _named(other) if other and other != content else None
 
+    def mark_used(self) -> None:
+        """Note in the file that the directory is in use now."""
+        if self._fd is not None:
+            with suppress(OSError):  # a file system that has become read-only
+                os.utime(self._fd)
+
     def release(self) -> None:
         """Idempotent."""
         if self._fd is not None:
+            self.mark_used()
             fd, self._fd = self._fd, None
-            with suppress(OSError):  # a file system that has become read-only
-                os.utime(fd)
             os.close(fd)
 
 

@@ -56,6 +56,8 @@ class ReadHealth:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._breaker = Breaker()
+        self._is_logged = False
+        """True if the log has its line about failures: one until an attempt succeeds."""
         self._again_s = float("inf")
 
     @property
@@ -66,19 +68,17 @@ class ReadHealth:
     def on_success(self) -> None:
         """Note a read that brought its bytes."""
         self._breaker.reset()
+        self._is_logged = False
 
     def on_failure(self, error: str) -> None:
-        """Count a read that failed, or that was given up."""
+        """Count a read that failed, or was given up; after three in a row pause: one log line."""
         catalog = self._catalog
         if self._breaker.count_failure() and catalog.ssd_readable:
-            logger.error(
-                "SSD tier: %d reads in a row failed, the last: %s; nothing is read there for %.0f s"
-                ", what is stored there is computed",
-                self._breaker.failures,
-                error,
-                _PAUSE_S,
+            self._stop(
+                catalog.clock() + _PAUSE_S,
+                f"{self._breaker.failures} reads in a row failed, the last: {error}; what is "
+                f"stored there is computed, and reading is tried again every {_PAUSE_S:.0f} s",
             )
-            self._stop(catalog.clock() + _PAUSE_S)
 
     def add_late(self, size_bytes: int) -> None:
         """Note a read of so many bytes that was given up; negative: one that has ended."""
@@ -87,8 +87,9 @@ class ReadHealth:
         if size_bytes < 0:
             self._again_s = min(self._again_s, catalog.clock())
         elif catalog.late_bytes >= _MAX_LATE_BYTES and catalog.ssd_readable:
-            logger.error("SSD tier: too many reads do not end; nothing is read there until one has")
-            self._stop(float("inf"))
+            self._stop(
+                float("inf"), "too many reads do not end; nothing is read there until one has"
+            )
 
     def probe(self) -> None:
         """End a pause whose time has come."""
@@ -100,7 +101,11 @@ class ReadHealth:
             self._breaker.allow_one()
             catalog.ssd_readable = True
 
-    def _stop(self, again_s: float) -> None:
+    def _stop(self, again_s: float, why: str) -> None:
+        """Read nothing until then by the clock."""
+        if not self._is_logged:
+            logger.error("SSD tier: %s", why)
+        self._is_logged = True
         self._catalog.ssd_readable = False
         self._again_s = again_s
 

@@ -141,8 +141,8 @@ class Journal:
     def open_copy(cls, path: Path, check: bool = True) -> Journal:
         """Open a journal to read it, as it is now, while an engine may be writing it.
 
-        An engine has its journal alone, so a copy is read, which `close` removes. Raises as
-        `open_existing`.
+        An engine has its journal alone, so a copy is read, which `close` removes: it lies in a
+        temporary folder. Raises as `open_existing`, and StoreError if it has no room there.
         """
         with sqlite_errors(path):
             copy = copy_journal(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sqlite3
@@ -12,12 +13,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hetero_connector.errors import StoreError
-from hetero_connector.store.ssd.journal_format import CorruptJournalError
+from hetero_connector.store.ssd.journal_format import CorruptJournalError, UnreadableJournalError
 from hetero_connector.store.ssd.private_files import create_private
 
 SUFFIXES = ("", "-wal", "-shm")
 """The suffixes of the files that SQLite makes next to the journal."""
 _WAL_HEADER_BYTES = 32
+_MAX_COPIES = 20
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_SET_TMPDIR = "set TMPDIR to a folder with room for the copy"
 Connect = Callable[[Path, str], sqlite3.Connection]
 """Opens a file for SQLite. The mode is that of its URIs: `ro`, `rw`, `rwc`."""
 
@@ -75,12 +79,13 @@ _DAMAGE_CODES = {
 def sqlite_errors(path: Path) -> Iterator[None]:
     """Raise CorruptJournalError for a damaged file, StoreError for any other error.
 
-    An error of the disk (EIO, full, read-only) is no damage.
+    An error of the disk (EIO, full, read-only) is no damage. EIO is an UnreadableJournalError.
     """
     try:
         yield
     except OSError as e:
-        raise StoreError(f"journal {path}: {e}") from e
+        kind = UnreadableJournalError if e.errno == errno.EIO else StoreError
+        raise kind(f"journal {path}: {e}") from e
     except UnicodeDecodeError as e:  # SQLite quotes the damaged text in its error
         raise CorruptJournalError(path, e) from e
     except sqlite3.Error as e:
@@ -89,7 +94,8 @@ def sqlite_errors(path: Path) -> Iterator[None]:
         is_denied = code == sqlite3.SQLITE_READONLY and not os.access(path, os.W_OK)
         if code & 0xFF in _DAMAGE_CODES or (code == sqlite3.SQLITE_READONLY and not is_denied):
             raise CorruptJournalError(path, e) from e
-        raise StoreError(f"journal {path}: {e}") from e
+        kind = UnreadableJournalError if code & 0xFF == sqlite3.SQLITE_IOERR else StoreError
+        raise kind(f"journal {path}: {e}") from e
 
 
 def copy_journal(path: Path) -> tempfile.TemporaryDirectory[str] | None:
@@ -97,11 +103,16 @@ def copy_journal(path: Path) -> tempfile.TemporaryDirectory[str] | None:
 
     None if it has no WAL: then it is whole as it is. The journal is copied before its WAL, so each
     page that a checkpoint writes meanwhile is in the WAL's copy, too, unless the WAL began anew.
-    Raises OSError.
+    Raises OSError, and StoreError if it did each time or if the copy cannot be written.
     """
     wal = path.with_name(f"{path.name}-wal")
-    while (began := _wal_header(wal)) is not None:
-        copy = tempfile.TemporaryDirectory(prefix="heterocache-journal-")
+    for _ in range(_MAX_COPIES):
+        if (began := _wal_header(wal)) is None:
+            return None
+        try:
+            copy = tempfile.TemporaryDirectory(prefix="heterocache-journal-")
+        except OSError as e:
+            raise StoreError(f"no copy of {path} can be made: {e}; {_SET_TMPDIR}") from e
         try:
             shutil.copyfile(path, Path(copy.name) / path.name)
             shutil.copyfile(wal, Path(copy.name) / wal.name)
@@ -111,11 +122,20 @@ def copy_journal(path: Path) -> tempfile.TemporaryDirectory[str] | None:
             if not path.exists():
                 copy.cleanup()
                 raise
+        except OSError as e:
+            copy.cleanup()
+            if e.errno not in _NO_ROOM:
+                raise
+            folder = Path(copy.name).parent
+            raise StoreError(f"no copy of {path} fits in {folder}: {e}; {_SET_TMPDIR}") from e
         except BaseException:
             copy.cleanup()
             raise
         copy.cleanup()
-    return None
+    raise StoreError(
+        f"journal {path}: its engine writes it faster than it can be copied; try again when the "
+        "engine stores less"
+    )
 
 
 def _wal_header(wal: Path) -> bytes | None:

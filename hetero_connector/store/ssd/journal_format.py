@@ -33,6 +33,10 @@ class CorruptJournalError(StoreError):
         )
 
 
+class UnreadableJournalError(StoreError):
+    """The disk does not read or write a file of the journal: it, or this file, is broken."""
+
+
 _MAX_BYTES = 1 << 60
 _DIGEST = "digest"
 _DIGESTED = ("format_version", "fingerprint", "slabs", "description", "created")

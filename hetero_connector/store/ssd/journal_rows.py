@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from hetero_connector.artifacts.record import ArtifactId
@@ -51,6 +52,8 @@ class JournalRows:
         self._newest_use_s = catalog.tiers.newest_use_s
         self._retry_s = 0.0
         """After a failure `forget` waits until then."""
+        self._touch_later: Callable[[], None] | None = None
+        """Begins the `touch` that another call kept from beginning."""
 
     @property
     def is_pending(self) -> bool:
@@ -90,6 +93,9 @@ class JournalRows:
         if error is not None and not isinstance(error, StoreError | OSError):
             raise error
         call.ended(error)
+        touch, self._touch_later = self._touch_later, None
+        if touch is not None:
+            touch()
         return True
 
     def forget(self, ended: Ended) -> None:
@@ -135,10 +141,11 @@ class JournalRows:
     def touch(self, on_lost: Callable[[str], None]) -> None:
         """Note what was used since the last time, for the order of eviction after a restart.
 
-        `on_lost` is called with the reason why the next engine would not find the files. No effect
-        while another call is under way.
+        `on_lost` is called with the reason why the next engine would not find the files. While
+        another call is under way it begins when that one has ended.
         """
         if self.is_busy:
+            self._touch_later = partial(self.touch, on_lost)
             return
         directory, rows, reasons = self.directory, self._take_used(), list[str]()
 
@@ -146,6 +153,7 @@ class JournalRows:
             reason = directory.why_lost()
             if reason is not None:
                 reasons.append(reason)
+            directory.mark_used()
             _touch(directory.journal, rows)
 
         def ended(error: Exception | None) -> None:
@@ -167,6 +175,7 @@ class JournalRows:
 
         False if the disk does not answer in time: then it stays open, and locked.
         """
+        self._touch_later = None
         if self._call is not None:
             wait([self._call.future], timeout_s)
             if not self.poll(patiently=False):

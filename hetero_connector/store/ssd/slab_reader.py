@@ -1,4 +1,4 @@
-"""Reading single artifacts of a slab file by a thread or a tool that may wait for the disk."""
+"""Reading single artifacts of a slab file, where a thread or a tool may wait for the disk."""
 
 from __future__ import annotations
 
@@ -42,13 +42,21 @@ class SlabReader:
                 self._fd = open_direct(self._path, os.O_RDONLY)
             except OSError as e:
                 raise TransferError(f"the slab file cannot be opened: {e}") from e
-        done = 0
-        while done < padded:
-            try:
-                got = os.preadv(self._fd, [self._buffer.data[done:padded]], offset + done)
-            except OSError as e:
-                raise TransferError(e.errno, f"its bytes cannot be read: {e.strerror}") from e
-            done += got
-            if got == 0 or done % BLOCK_BYTES:
-                raise TransferError("the slab file is too short")
+        read_blocks(self._fd, offset, self._buffer[:padded])
         return self._buffer[:size_bytes]
+
+
+def read_blocks(slab: int, offset: int, into: npt.NDArray[np.uint8]) -> None:
+    """Fill `into` ([blocks] uint8, 4 KiB-aligned) from an open slab file.
+
+    Raises TransferError if it is too short or cannot be read.
+    """
+    done = 0
+    while done < len(into):
+        try:
+            got = os.preadv(slab, [into.data[done:]], offset + done)
+        except OSError as e:
+            raise TransferError(e.errno, f"its bytes cannot be read: {e.strerror}") from e
+        done += got
+        if got == 0 or done % BLOCK_BYTES:
+            raise TransferError("the slab file is too short")

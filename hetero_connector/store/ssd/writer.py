@@ -7,6 +7,7 @@ row whose bytes are not on the disk.
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
@@ -23,6 +24,9 @@ from hetero_connector.transfer.base import Direction, Extent, Transfer, Transfer
 
 _DEADLINE_S = 60.0
 """A write, a sync or a call of the journal that takes longer is said to hang."""
+_BAD_PLACE = {errno.EIO, errno.ENODATA, None}
+"""Errors that may be of a place on the disk, not of all of it; ENODATA is Linux's for a bad medium,
+None is NIXL's for any."""
 
 
 class _Phase(Enum):
@@ -127,9 +131,15 @@ class WriteBatch:
         self._device.catalog.finish_writes(self.writes, is_stored=True, is_late=self.is_late)
 
     def _fail(self, error: Exception | None) -> None:
-        """End it. What was not given up is written again."""
+        """End it. All is written again."""
         self.phase = _Phase.DONE
-        self._device.catalog.finish_writes(self.writes, is_stored=False, is_late=self.is_late)
+        failed = self._transfer.error
+        self._device.catalog.finish_writes(
+            self.writes,
+            is_stored=False,
+            is_late=self.is_late,
+            may_be_bad=failed is not None and failed is error and failed.errno in _BAD_PLACE,
+        )
         if error is not None:
             self._device.health.on_failure(error)
 
