@@ -21,9 +21,9 @@ class _AllOurs(Sharing):
     """Resolves every claim as owned."""
 
     def resolve_claims(
-        self, owned: Mapping[ArtifactId, int], held: Iterable[ArtifactId]
+        self, owned: Mapping[ArtifactId, int], foreign: Iterable[ArtifactId]
     ) -> list[ArtifactId]:
-        return super().resolve_claims({**dict.fromkeys(held, _ANY_TOKEN), **owned}, ())
+        return super().resolve_claims({**dict.fromkeys(foreign, _ANY_TOKEN), **owned}, ())
 
 
 class CopiesEverywhere(HeteroConnector):

@@ -27,6 +27,7 @@ from ownership.directory.contract import (
     OwnershipDirectory,
     ReadableCopy,
     Replica,
+    RetiredEpochError,
     Worker,
     WorkerState,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "OwnershipDirectory",
     "ReadableCopy",
     "Replica",
+    "RetiredEpochError",
     "Token",
     "Worker",
     "WorkerState",

@@ -55,11 +55,11 @@ class CircuitBreaker:
     def on_failure(self, began_s: float = math.inf) -> None:
         """Begin a pause. `began_s`: when the call was made, by the clock.
 
-        A call that was made before the last failure tells nothing new, so calls that fail together
-        count once.
+        While the circuit is open, a call that was made before the last failure tells nothing new:
+        calls that fail together count once.
         """
         with self._lock:
-            if began_s <= self._failed_s:
+            if self.is_open and began_s <= self._failed_s:
                 return
             self._failed_s = self._clock()
             self._pause_s = min(max(FIRST_PAUSE_S, 2 * self._pause_s), LONGEST_PAUSE_S)

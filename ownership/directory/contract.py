@@ -8,13 +8,15 @@ gets a greater *fencing token* than every owner before it.
 Rules for every method:
 
 - A method that changes something takes the caller's epoch. It raises StaleEpochError, and changes
-  nothing, once that epoch may not act any more. An epoch that has ended never lives again.
+  nothing, once that epoch may not act any more: RetiredEpochError if its worker has registered
+  again. An epoch that has ended never lives again.
 - A call whose answer was lost may be repeated: the second call finds what the first has done.
 - A method takes many items and is one round trip.
 - Time is the directory's own clock. A worker trusts only its own monotonic clock
   (`member.held_lease`); `docs/internals/directory.md` has the assumptions.
 - Methods are thread-safe. A remote directory that does not answer raises
-  DirectoryUnavailableError no later than its deadline.
+  DirectoryUnavailableError. Its deadline bounds each wait for bytes of the server, but not the
+  whole call: `redis.connection` says what may take longer.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey
+from hetero_connector.errors import StaleEpochError
 from hetero_connector.spec.state_types import StateType
 from ownership.directory.generations import GenerationDirectory
 from ownership.directory.identifiers import Epoch, Token
 
 CHECKSUM_BYTES = 16
+DEFAULT_DEADLINE_S = 1.0
+"""Deadline of one call, as the directory understands it."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,10 @@ class EpochStatus(StrEnum):
     that yet, so its artifacts stay its own until its lease would have ended."""
     ENDED = "ended"
     """Any worker that has the bytes may take over."""
+
+
+class RetiredEpochError(StaleEpochError):
+    """The epoch may not act any more, because its worker's name has been registered again."""
 
 
 class WorkerState(NamedTuple):
@@ -224,7 +233,7 @@ class OwnershipDirectory(Protocol):
     def register(self, worker: Worker, lease_s: float, floor: int = 0) -> Lease:
         """Return a new epoch for the worker, live for `lease_s`; its earlier epochs are retired.
 
-        `floor`: the greatest epoch or token the worker has ever seen. The new epoch and all
+        `floor`: the greatest epoch or token that the worker remembers. The new epoch and all
         later tokens are greater, also when the directory has lost its memory. Raises
         ValueError for a bad name or lease, and DirectoryError when `max_workers` are live.
         """

@@ -1,4 +1,4 @@
-"""Reset a whole fleet, and wait until every engine has adopted the reset."""
+"""Reset a whole fleet, and wait until every registered engine has adopted the reset."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ class FleetReset:
 
     @property
     def is_complete(self) -> bool:
-        """True if there are engines, and none of them shares state from before the reset."""
+        """True if engines were registered at that moment, and all of them have adopted the reset.
+
+        Says nothing of an engine that was out of the fleet then, as between two registrations. It
+        adopts the reset once it is registered again; until then it uses what it has.
+        """
         return bool(self.adopted) and not self.missing
 
 
@@ -31,7 +35,7 @@ def reset_fleet(
     wait_s: float = 0.0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> FleetReset:
-    """Begin a new generation, and wait at most `wait_s` until all live engines have adopted it.
+    """Begin a new generation, and wait at most `wait_s` until all registered engines adopted it.
 
     Raises DirectoryError if the generation cannot begin, or if the directory does not answer
     within `wait_s` which engines have adopted it.

@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hetero_connector.errors import DirectoryError, StaleEpochError
-from ownership.directory.contract import EpochStatus, Lease, Worker, WorkerState
+from ownership.directory.contract import (
+    EpochStatus,
+    Lease,
+    RetiredEpochError,
+    Worker,
+    WorkerState,
+)
 from ownership.directory.generations import FleetGeneration
 from ownership.directory.identifiers import Epoch
 
@@ -88,7 +94,7 @@ class LeaseTable:
         status = self.status(epoch, now_s)
         if status is EpochStatus.RETIRED:
             name = self._entries[epoch].worker.name
-            raise StaleEpochError(epoch, f"worker {name!r} has registered again")
+            raise RetiredEpochError(epoch, f"worker {name!r} has registered again")
         if status is EpochStatus.ENDED:
             raise StaleEpochError(epoch)
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import importlib.util
 
 from hetero_connector.config_values import without_password
-from ownership.directory.contract import Directory
+from ownership.directory.contract import DEFAULT_DEADLINE_S, Directory
 from ownership.directory.memory import MemoryDirectory
 
 MEMORY_URL = "memory://"
-DEFAULT_DEADLINE_S = 1.0
 _NEEDED = ("redis", "msgpack")
 
 
 def open_directory(url: str, deadline_s: float = DEFAULT_DEADLINE_S) -> Directory:
     """Return the directory of `url`: `memory://`, or a Redis URL as `redis.address` describes it.
 
-    `deadline_s`: the longest that one call may take. A connection is made by the first call.
+    `deadline_s`: bounds each wait of a call for Redis. A connection is made by the first call.
     Raises ValueError, with what to change, for a bad URL or if the packages for Redis are missing.
     """
     if url == MEMORY_URL:

@@ -64,11 +64,6 @@ class ChainUserExchange:
         self._period_at_s = clock()
         self._resume_at_s = clock()
 
-    @property
-    def is_settled(self) -> bool:
-        """True if there is nothing to report."""
-        return not self._to_report
-
     def on_records_lost(self) -> None:
         """Report everything again in the next period."""
         self._epoch = NO_EPOCH

@@ -335,7 +335,7 @@ class DirectoryThread:
     def _count(self, error: DirectoryError) -> DirectoryError:
         """Count a failure, and give up an epoch that is stale. Return the error."""
         if isinstance(error, StaleEpochError):
-            self._keeper.on_stale(Epoch(error.epoch))
+            self._keeper.on_stale(error)
         cause = next((name for kind, name in _CAUSES if isinstance(error, kind)), "error")
         self._recorder.add("heterocache_directory_failures", cause=cause)
         return error

@@ -76,9 +76,6 @@ class Fence:
         self.note_token(artifact, token)
         return True
 
-    def __len__(self) -> int:
-        return len(self._tokens) + len(self._ended)
-
     def _is_latest(self, artifact: ArtifactId, token: Token, asked_s: float) -> bool:
         if asked_s <= self._refused_until_s or asked_s < self._clock() - self._horizon_s:
             return False
@@ -102,9 +99,6 @@ class _Recent(Generic[_K]):
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._seen: OrderedDict[_K, tuple[Token, float]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._seen)
 
     def get(self, key: _K) -> Token:
         return self._seen.get(key, (NO_TOKEN, 0.0))[0]

@@ -10,6 +10,7 @@ from hetero_connector.artifacts.generation import Generation
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey
 from hetero_connector.metrics import Recorder
 from ownership.directory import Claim, Directory, Grant, Worker
+from ownership.directory.contract import DEFAULT_DEADLINE_S
 from ownership.directory.identifiers import NO_EPOCH, Epoch, Token
 from ownership.directory.validation import MAX_STORAGE_BYTES
 from ownership.member.chain_lookup import DEADLINE_S, ChainLookup, ChainLookups
@@ -37,8 +38,8 @@ class MemberTimes:
     """
 
     lease_s: float
-    call_s: float = 1.0
-    """Longest time of one call of the directory."""
+    call_s: float = DEFAULT_DEADLINE_S
+    """Deadline of one call of the directory. Not all calls keep it, see `RedisConnection`."""
     lookup_s: float = DEADLINE_S
     """Longest time that a request waits for a lookup."""
     listing_ttl_s: float = LISTING_TTL_S
@@ -58,8 +59,8 @@ class MemberTimes:
     def stop_early_s(self) -> float:
         """Serving ends so long before the lease: the thread may hang in so many calls meanwhile.
 
-        Calls that have to connect to a slow server may take longer. Readers then still refuse what
-        was taken over.
+        Calls that have to connect, that resolve a host name, or whose answer comes in pieces may
+        take longer. Readers then still refuse what was taken over.
         """
         return CALLS_PER_TURN * self.call_s
 
@@ -250,8 +251,7 @@ class FleetWorker:
         asked_s = self._clock()
         workers = directory.workers()
         self.peers.refresh(workers, asked_s)
-        # An owner may have joined and ended between two questions, so `peers` never saw it live.
-        if self.peers.take_ended() or not self._ledger.replica_owners <= workers.keys():
+        if not self._ledger.replica_owners <= workers.keys():
             self._ledger.reclaim()
             self._thread.wake()
 

@@ -32,7 +32,7 @@ def lease_clock() -> float:
 
 
 class HeldLease:
-    """One registration, seen from the worker. Ask `is_valid` last, right before acting."""
+    """One registration, seen from the worker. It acts as an owner only while `is_valid`."""
 
     def __init__(
         self, lease: Lease, asked_s: float, clock: Callable[[], float] = time.monotonic

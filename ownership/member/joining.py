@@ -5,7 +5,8 @@ from __future__ import annotations
 from hetero_connector.errors import ConfigError
 from hetero_connector.metrics import Recorder
 from ownership.directory import Directory, MemoryDirectory
-from ownership.directory.opening import DEFAULT_DEADLINE_S, MEMORY_URL, open_directory
+from ownership.directory.contract import DEFAULT_DEADLINE_S
+from ownership.directory.opening import MEMORY_URL, open_directory
 from ownership.member.fencing import HORIZON_S
 from ownership.member.fleet_worker import FleetWorker, MemberTimes
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 
 from hetero_connector.errors import DirectoryError, DirectoryRefusedError, StaleEpochError
 from hetero_connector.metrics import Recorder
-from ownership.directory import OwnershipDirectory, Worker
+from ownership.directory import OwnershipDirectory, RetiredEpochError, Worker
 from ownership.directory.identifiers import LAST_NUMBER, Epoch
 from ownership.member.held_lease import HeldLease
 
@@ -33,8 +34,8 @@ class LeaseKeeper:
         recorder: Recorder,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`worker`: returns the worker to register. If it returns another one than before, that
-        one is registered. `clock`: monotonic seconds.
+        """`worker`: returns the worker to register. If it returns another one than before, the
+        epoch is ended and that one is registered. `clock`: monotonic seconds.
         """
         self._directory = directory
         self._worker = worker
@@ -44,6 +45,8 @@ class LeaseKeeper:
         self._lease: HeldLease | None = None
         self._registered: Worker | None = None
         self._is_stale = False
+        self._replaced_s = -math.inf
+        """The clock when another registration of the name last took the lease's place."""
         self._to_end: Epoch | None = None
         self._memory = ""
         """The name of the directory's memory at the last call."""
@@ -75,12 +78,32 @@ class LeaseKeeper:
         lost_after_s, self._lost_after_s = self._lost_after_s, None
         return lost_after_s
 
-    def on_stale(self, epoch: Epoch) -> None:
-        """Give up `epoch`: the directory does not know it any more. `run_due` registers again."""
+    def on_stale(self, error: StaleEpochError) -> None:
+        """Give up the epoch that the directory has refused. `run_due` registers again."""
         lease = self._lease
-        if lease is not None and lease.epoch == epoch:
-            lease.invalidate()
-            self._is_stale = True
+        if lease is None or lease.epoch != error.epoch or self._is_stale:
+            return
+        lease.invalidate()
+        self._is_stale = True
+        if isinstance(error, RetiredEpochError):
+            self._on_replaced(lease.lease.worker)
+
+    def _on_replaced(self, name: str) -> None:
+        """Wait one lease if another engine has taken this one's place twice within a lease.
+
+        Once may be this worker's own doing: a registration that was not answered may arrive late.
+        """
+        now_s = self._clock()
+        if now_s < self._replaced_s + self._lease_s:
+            self._retry_at_s = now_s + self._lease_s
+            self._recorder.set("heterocache_directory_joined", 0.0)
+            _log.error(
+                "another engine has the worker_name %r, too, and they take each other's place: "
+                "give each engine of the fleet its own worker_name; this one uses only its local "
+                "cache for %.0f s",
+                name, self._lease_s,
+            )  # fmt: skip
+        self._replaced_s = now_s
 
     def start_over(self) -> None:
         """Give up the epoch, because the directory's records of it can no longer be corrected.
@@ -101,8 +124,12 @@ class LeaseKeeper:
             if self._to_end is not None:
                 self._directory.end_lease(self._to_end)
                 self._to_end = None
-            elif lease is None or self._is_stale or self._worker() != self._registered:
+            elif lease is None or self._is_stale:
                 return self._register()
+            elif self._worker() != self._registered:
+                # If it only registered again, its own artifacts would be foreign for up to a lease.
+                # Serving ends before the epoch does, in the next call.
+                self.start_over()
             elif lease.renew_in_s == 0.0:
                 self._renew(lease)
         except DirectoryError as error:
@@ -147,7 +174,7 @@ class LeaseKeeper:
             memory = self._directory.renew_lease(lease.epoch)
         except StaleEpochError as error:
             # The directory lost its memory, or this worker was silent for too long.
-            self.on_stale(lease.epoch)
+            self.on_stale(error)
             self._recorder.set("heterocache_directory_joined", 0.0)
             _log.warning("%s", error)
             return

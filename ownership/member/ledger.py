@@ -83,7 +83,14 @@ class Ledger:
         self._released = BoundedDict[ArtifactId, tuple[Token, float]](_MAX_REMEMBERED)
         """Recently answered releases and when they were answered, oldest first."""
         self._audit = RecordAudit(
-            thread, self._known, self._replicas, self._refused, self._relist, listing_ttl_s, clock
+            thread,
+            self._known,
+            self._replicas,
+            self._owners,
+            self._refused,
+            self._relist,
+            listing_ttl_s,
+            clock,
         )
         self._sending: Future[None] | None = None
         self._send_at_s = self._reclaim_at_s = clock()
@@ -220,6 +227,7 @@ class Ledger:
         if claims:
             self._thread.publish(claims)
         if latest:
+            self._audit.skip(latest.keys())
             self._set_gauges()
 
     def _release(self, artifact: ArtifactId, token: Token) -> None:
@@ -286,7 +294,8 @@ class Ledger:
         free = []
         for claim, grant in zip(copies, grants, strict=True):
             del self._to_list[claim.artifact]
-            if grant.outcome is GrantOutcome.FULL:
+            is_full_server = grant.token == NO_TOKEN  # which soon takes it, unlike a full record
+            if grant.outcome is GrantOutcome.FULL and not is_full_server:
                 self._unlisted_until_s[claim.artifact] = until_s
             elif grant.outcome is GrantOutcome.ABSENT:  # the owner has released it meanwhile
                 free.append(claim)

@@ -34,8 +34,6 @@ class LivePeers:
         self._cards: dict[int, bytes] = {}
         """The cards of live workers, by epoch."""
         self._asked_s = float("-inf")
-        self._ended: set[Epoch] = set()
-        """Epochs that have ended since `take_ended` was called."""
 
     @property
     def num_live(self) -> int:
@@ -72,15 +70,8 @@ class LivePeers:
         with self._lock:
             for epoch in self._cards.keys() - workers.keys():
                 self._fence.note_end(Epoch(epoch))
-                self._ended.add(Epoch(epoch))
             self._cards = {epoch: worker.peer for epoch, worker in workers.items() if worker.peer}
             self._asked_s = asked_s
-
-    def take_ended(self) -> set[Epoch]:
-        """Return the epochs that were seen to have ended since the last call."""
-        with self._lock:
-            ended, self._ended = self._ended, set()
-        return ended
 
     def note_tokens(self, tokens: Mapping[ArtifactId, Token]) -> None:
         """Record the tokens that the artifacts' owners have."""

@@ -10,7 +10,7 @@ Only the directory's thread calls it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import islice
 
@@ -38,6 +38,7 @@ class RecordAudit:
         thread: DirectoryThread,
         inventory: Callable[[], Iterator[Sequence[Known]]],
         replicas: Mapping[ArtifactId, Claim],
+        owners: Mapping[ArtifactId, Epoch],
         refused: Mapping[ArtifactId, Claim],
         relist: Callable[[ArtifactId], None],
         ttl_s: float,
@@ -45,19 +46,22 @@ class RecordAudit:
     ) -> None:
         """`inventory`: returns all artifacts of the worker, each batch as it is when it is taken.
 
-        `replicas`, `refused`: live views of the artifacts that others own, and of those for which
-        the directory was full. `relist`: called with a replica whose listing, which lasts `ttl_s`,
-        is missing or ends soon.
+        `replicas`, `owners`, `refused`: live views of the artifacts that others own, of the last
+        known owner of each, and of those for which the directory was full. `relist`: called with
+        a replica whose listing, which lasts `ttl_s`, is missing or ends soon.
         """
         self._thread = thread
         self._inventory = inventory
         self._replicas = replicas
+        self._owners = owners
         self._refused = refused
         self._relist = relist
         self._ttl_s = ttl_s
         self._clock = clock
         self._replicas_left: Iterator[Sequence[Known]] = iter(())
         self._all_left: Iterator[Sequence[Known]] = iter(())
+        self._taken: Sequence[Known] = ()
+        """The batch that is being checked, or whose check has failed."""
         self._are_replicas_urgent = self._is_all_urgent = False
         self._checking: Future[None] | None = None
         self._slow_at_s = self._not_before_s = clock()
@@ -65,7 +69,12 @@ class RecordAudit:
     def clear(self) -> None:
         """Stop checking: under a new epoch everything is claimed anyway."""
         self._replicas_left = self._all_left = iter(())
+        self._taken = ()
         self._are_replicas_urgent = self._is_all_urgent = False
+
+    def skip(self, changed: Collection[ArtifactId]) -> None:
+        """Leave out artifacts of a batch whose check has failed: they have changed since."""
+        self._taken = [known for known in self._taken if known[0].artifact not in changed]
 
     def check_replicas(self) -> None:
         """Check replicas, and what the directory was full for, at once."""
@@ -83,8 +92,6 @@ class RecordAudit:
                 return 0.0
             if self._checking.exception() is not None:
                 self._not_before_s = now_s + _PAUSE_S
-                if self._is_all_urgent:
-                    self.check_all()
             self._checking = None
         is_urgent = self._are_replicas_urgent or self._is_all_urgent
         due_s = self._not_before_s if is_urgent else max(self._not_before_s, self._slow_at_s)
@@ -100,15 +107,12 @@ class RecordAudit:
         return 0.0
 
     def _check_batch(self, directory: Directory, epoch: Epoch) -> None:
-        known = next(self._replicas_left, None)
-        if known is None:
-            self._are_replicas_urgent = False
-            known = next(self._all_left, None)
-        if known is None:
-            self._all_left, self._is_all_urgent = self._inventory(), False
+        known = self._taken = self._taken or self._next_batch()
+        if not known:
             return
         chunks = list(dict.fromkeys(claim.artifact.chunk for claim, _ in known))
         view = directory.lookup(chunks)
+        self._taken = ()
         index_of = {chunk: index for index, chunk in enumerate(chunks)}
         wrong = []
         for claim, token in known:
@@ -120,14 +124,24 @@ class RecordAudit:
                 self._relist(claim.artifact)
         self._thread.publish(wrong)
 
+    def _next_batch(self) -> Sequence[Known]:
+        known = next(self._replicas_left, None)
+        if known is None:
+            self._are_replicas_urgent = False
+            known = next(self._all_left, None)
+        if known is None:
+            self._all_left, self._is_all_urgent = self._inventory(), False
+        return known or ()
+
     def _is_right(
         self, record: ArtifactRecord, claim: Claim, token: Token, epoch: Epoch, view: ChainView
     ) -> bool:
         """Return True if the record agrees with what this worker knows."""
         if record.owner == epoch:
             return (record.token, record.copy) == (token, claim.copy)
-        is_replica = claim.artifact in self._replicas
-        return is_replica and view.status(record.owner) is not EpochStatus.ENDED
+        # A claim of a replica that has another owner by now is answered with that.
+        is_known = self._owners.get(claim.artifact) == record.owner
+        return is_known and view.status(record.owner) is not EpochStatus.ENDED
 
     def _needs_listing(
         self, record: ArtifactRecord, claim: Claim, epoch: Epoch, view: ChainView

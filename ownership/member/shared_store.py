@@ -61,9 +61,9 @@ class SharedStore(Protocol):
         ...
 
     def resolve_claims(
-        self, owned: Mapping[ArtifactId, int], held: Iterable[ArtifactId]
+        self, owned: Mapping[ArtifactId, int], foreign: Iterable[ArtifactId]
     ) -> list[ArtifactId]:
-        """Record the artifacts it owns, by token, and those that others own (`held`).
+        """Record the artifacts it owns, by token, and those that others own (`foreign`).
 
         Returns those of them that it does not have any more.
         """
@@ -84,6 +84,6 @@ class SharedStore(Protocol):
         """Return the chunks that leave DRAM next, at most twice `count`."""
         ...
 
-    def set_foreign_users(self, is_read: Mapping[ChunkKey, bool], for_s: float) -> None:
+    def set_foreign_users(self, has_users: Mapping[ChunkKey, bool], for_s: float) -> None:
         """Record for `for_s` seconds whether other engines use the chains up to these chunks."""
         ...

@@ -18,9 +18,10 @@ from ownership.directory import ArtifactRecord
 from ownership.directory.redis import RedisDirectory
 from ownership.member.held_lease import lease_clock
 from tests.network import Network
-from tests.ownership.fleet_of_processes import ProcessFleet, until
+from tests.ownership.fleet_of_processes import ProcessFleet
 from tests.ownership.history import Ended, faults
 from tests.ownership.worker_process import Timed, WorkerProcess
+from tests.waiting import until
 
 REDIS = "redis"
 ROOT = Path(__file__).parents[2]
@@ -115,7 +116,7 @@ def fleet_apart(folder: Path, *names: str) -> Iterator[FleetApart]:
         fleet = FleetApart(network, redis, workers)
         for worker in workers:
             worker.ready()
-            until("joined", lambda w=worker: w.state().epoch > 0)  # type: ignore[misc]
+            until(lambda w=worker: w.state().epoch > 0, "joined")  # type: ignore[misc]
         fleet.note_ends()
         yield fleet
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from hetero_connector.tools.verification import verify_model
 from ownership.directory import ArtifactRecord, EpochStatus
 from ownership.directory.redis import RedisDirectory
 from tests.ownership.worker_process import SIZES, WorkerProcess
+from tests.waiting import until
 
 WAIT_S = 60.0
 KINDS = tuple(SIZES)
@@ -88,13 +89,6 @@ def verified(worker: WorkerProcess) -> int:
     return report.artifacts
 
 
-def until(what: str, is_so: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline_s, f"still not so: {what}"
-        time.sleep(0.01)
-
-
 @contextmanager
 def processes(folder: Path, *names: str, chunks: int = 24) -> Iterator[ProcessFleet]:
     """Yield a fleet whose workers have joined."""
@@ -106,7 +100,7 @@ def processes(folder: Path, *names: str, chunks: int = 24) -> Iterator[ProcessFl
                 worker.launch()
             for worker in workers:
                 worker.ready()
-                until("joined", lambda w=worker: w.state().epoch > 0)  # type: ignore[misc]
+                until(lambda w=worker: w.state().epoch > 0, "joined")  # type: ignore[misc]
             yield fleet
         finally:
             for worker in workers:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from hetero_connector.artifacts.record import ChunkRange
-from tests.ownership.fleet_of_processes import ProcessFleet, processes, until, verified
+from tests.ownership.fleet_of_processes import ProcessFleet, processes, verified
 from tests.ownership.worker_process import LEASE_S, LOAD_DEADLINE_S, SIZES, WorkerProcess, prompt
+from tests.waiting import until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -23,7 +24,7 @@ def own(fleet: ProcessFleet, worker: WorkerProcess) -> None:
     assert worker.turn(CHAIN).restored == 0
     fleet.agree([CHAIN])
     assert worker.do("flush")
-    until("the fleet knows", lambda: all(h.copy.on_ssd for h in fleet.records([CHAIN]).values()))
+    until(lambda: all(h.copy.on_ssd for h in fleet.records([CHAIN]).values()), "the fleet knows")
     tokens = worker.state().tokens
     assert len(tokens) == CHUNKS * len(SIZES)
     assert all(tokens.values())
@@ -48,9 +49,9 @@ def test_an_owner_killed_after_a_read_leaves_its_replica_an_owner(tmp_path: Path
         own(fleet, ann)
         before = fleet.records([CHAIN])
         assert bob.turn(CHAIN).restored == CHUNKS
-        until("it is a replica", lambda: len(bob.state().replicas) == CHUNKS * len(SIZES))
+        until(lambda: len(bob.state().replicas) == CHUNKS * len(SIZES), "it is a replica")
         ann.kill()
-        until("bob owns it", lambda: all(bob.state().tokens.get(a) for a in before))
+        until(lambda: all(bob.state().tokens.get(a) for a in before), "bob owns it")
         fleet.agree([CHAIN])
         after = fleet.records([CHAIN])
         assert all(after[a].token > before[a].token for a in before)
@@ -68,7 +69,7 @@ def test_an_owner_killed_before_a_read_is_computed_then_adopted_from_its_ssd(
         ann.kill()
         early = bob.turn(CHAIN[:2])
         assert early.restored == 0, "its lease lasts: nobody takes over"
-        until("its lease has ended", lambda: not {h.owner for h in before.values()} & epochs(fleet))
+        until(lambda: not {h.owner for h in before.values()} & epochs(fleet), "its lease has ended")
         assert bob.turn(CHAIN).restored == CHUNKS
         assert count(bob, "adopted_bytes") == (CHUNKS - 2) * sum(SIZES.values())
         fleet.agree([CHAIN])
@@ -116,7 +117,7 @@ def test_an_owner_stopped_for_longer_than_its_lease_changes_nothing_afterwards(
         before = fleet.records([CHAIN])
         ann.ask("turn", OTHER)  # under way when it is stopped
         ann.stop()
-        until("its lease has ended", lambda: not epochs(fleet), timeout_s=10 * LEASE_S)
+        until(lambda: not epochs(fleet), "its lease has ended", patience_s=10 * LEASE_S)
         turn = bob.turn(CHAIN)
         assert turn.restored == 0, "it has its SSD's lock: nothing is adopted"
         assert turn.failures["unreachable"] > 0
@@ -140,8 +141,8 @@ def test_a_reader_killed_during_a_read_disturbs_no_other_worker(tmp_path: Path) 
     with processes(tmp_path, "ann", "bob", "cay") as fleet:
         ann, bob, cay = fleet.workers
         own(fleet, ann)
-        bob.ask("turn", CHAIN)
-        time.sleep(0.01)
+        bob.ask("read_without_end", CHAIN)
+        assert bob.answer() == CHUNKS * len(SIZES)
         bob.kill()
         assert cay.turn(CHAIN).restored == CHUNKS
         assert ann.turn(CHAIN).restored == CHUNKS
@@ -173,7 +174,7 @@ def test_a_failing_redis_costs_a_deadline_and_the_fleet_recovers(
             fleet.redis.start()
         fleet.agree([CHAIN, OTHER])
         fresh = (prompt(f"new {i}", 1, shared=0) for i in itertools.count())
-        until("bob is answered", lambda: asks(bob, next(fresh)))
+        until(lambda: asks(bob, next(fresh)), "bob is answered")
         assert count(bob, "read_bytes", "tier=peer") == 0
         assert bob.turn(CHAIN).restored == CHUNKS
         assert count(bob, "read_bytes", "tier=peer") > 0

@@ -37,11 +37,13 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig, Wanted
 from hetero_connector.store.peers.ports import PeerAccess
+from hetero_connector.store.peers.reader import PeerReadBatch
 from ownership.directory import Directory, GrantOutcome
 from ownership.member import joining
 from ownership.member.fleet_worker import FleetWorker
 from ownership.member.held_lease import lease_clock
 from tests.ownership.history import Event, Granted, Served
+from tests.waiting import until
 
 CHUNK = 256
 SIZES = {StateType.DENSE_KV: 300_001, StateType.WINDOW_SWA: 50_000}
@@ -183,6 +185,18 @@ class _Worker:
         turn.seconds = time.monotonic() - started_s
         return turn
 
+    def read_without_end(self, chunks: Sequence[ChunkRange]) -> int:
+        """Begin a restore whose reads from peers never end; return the number of reads under way.
+
+        Kill the worker then.
+        """
+        patch.object(PeerReadBatch, "poll", return_value=False).start()
+        found, copies = self._find(chunks)
+        self._store.begin_restore([Wanted(kind, found) for kind in SIZES], copies)
+        while (now := self._store.snapshot()).loads_queued:
+            time.sleep(1e-3)
+        return now.loads
+
     def state(self) -> State:
         self._store.check_integrity()
         for key, number in (self._recorder.drain() or {}).get(COUNTERS, {}).items():
@@ -219,8 +233,8 @@ class _Worker:
         found = [own[chunk] for chunk in takewhile(own.__contains__, chunks)]
         rest = chunks[len(found) :]
         lookup = self._fleet.find([c.key for c in rest])
-        while rest and not lookup.poll():
-            time.sleep(1e-3)
+        if rest:
+            until(lookup.poll)
         copies: dict[ArtifactId, PeerCopy] = {}
         for chunk, held in zip(rest, lookup.found, strict=False):
             if chunk in own:
@@ -241,8 +255,7 @@ class _Worker:
     ) -> bool:
         """Return True if anything failed. Present bytes are checked in any case."""
         restore = self._store.begin_restore([Wanted(kind, found) for kind in SIZES], copies)
-        while not restore.poll():
-            time.sleep(1e-3)
+        until(restore.poll)
         for artifact, at in restore.offsets.items():
             data = self._store.arena.view[at : at + SIZES[artifact.state_type]]
             if not np.array_equal(data, right(artifact)):

@@ -1,7 +1,8 @@
 """Calls to Redis: the only file that imports `redis`.
 
-Half the deadline bounds every wait on a socket, no call is retried without the caller's knowledge,
-and errors say what to change. A circuit breaker decides when a server that failed is asked again.
+Half the deadline bounds every wait for bytes of the server, no call is retried without the caller's
+knowledge, and errors say what to change. A circuit breaker decides when a server that failed is
+asked again.
 """
 
 from __future__ import annotations
@@ -46,18 +47,21 @@ _REFUSED = (AuthenticationError, AuthorizationError, NoPermissionError)
 _LATER = (ReadOnlyError, MasterDownError, TryAgainError, ClusterDownError)
 _LATER_CODES = ("BUSY", "NOREPLICAS", "MISCONF", "UNKILLABLE")
 """Errors of a server that may succeed at another time."""
+_ANNOTATION = " of pipeline caused error: "
+"""redis-py names the command before it, if the server refused that in a transaction."""
 
 
 class RedisConnection:
     """Runs scripts on a fleet's Redis. Thread-safe; connects when first used."""
 
     def __init__(self, address: RedisAddress, deadline_s: float) -> None:
-        """`deadline_s`: twice the longest wait for an answer of the server.
+        """`deadline_s`: twice the longest wait for the next bytes of the server.
 
-        A call waits for one answer, so it ends in half of that; if the server does not know the
-        script, for two. One that has to connect waits for up to five more: the connection, the
-        password, two about the client's library, and the database. No call waits on after a wait
-        that was in vain.
+        A call needs one answer; if the server does not know the script, two. One that has to
+        connect needs up to five more: the connection, the password, two about the client's
+        library, and the database. No call waits on after a wait that was in vain. Nothing bounds
+        the sum: an answer that comes in pieces may take longer than the deadline, as may the
+        system's resolver, which has its own timeout for a host name.
         """
         self.address = address
         self._deadline_s = deadline_s
@@ -173,9 +177,10 @@ class RedisConnection:
             self._breaker.on_success()
             return ServerFullError(f"{self.address}: {error}")
         is_answer = isinstance(error, ResponseError) and not isinstance(error, _LATER)
-        if is_answer and not str(error).startswith(_LATER_CODES):
+        text = str(error).rpartition(_ANNOTATION)[2]
+        if is_answer and not text.startswith(_LATER_CODES):
             self._breaker.on_success()
-            return ScriptError(str(error))
+            return ScriptError(text)
         self._breaker.on_failure()
         # redis-py goes on with its objects for the Sentinels that it has asked.
         return DirectoryUnavailableError(f"{self.address}: {str(error).partition(' : <')[0]}")

@@ -14,12 +14,14 @@ from hetero_connector.errors import (
     StaleEpochError,
 )
 from ownership.directory.contract import (
+    DEFAULT_DEADLINE_S,
     ChainView,
     Claim,
     DirectoryLimits,
     Grant,
     GrantOutcome,
     Lease,
+    RetiredEpochError,
     Worker,
 )
 from ownership.directory.generations import FleetGeneration
@@ -43,7 +45,6 @@ from ownership.directory.validation import (
     check_worker,
 )
 
-DEFAULT_DEADLINE_S = 1.0
 CLAIMS_PER_SCRIPT = 256
 """A script blocks every other client; this many claims take a few milliseconds."""
 
@@ -55,9 +56,9 @@ _log = logging.getLogger("vllm.heterocache")
 class RedisDirectory:
     """A `Directory` in Redis 7 or later, or Valkey. Thread-safe.
 
-    Every method except `close` is a Lua script, so it happens as a whole or not at all. Many
-    claims are divided among several runs. If Redis does not answer, a call raises
-    DirectoryUnavailableError within the deadline, and at once during the pause after a failure.
+    A method runs one Lua script, which happens as a whole or not at all; many claims, replicas or
+    releases are divided among several runs. If Redis does not answer, a call raises
+    DirectoryUnavailableError, and at once during the pause after a failure.
 
     If its memory is full, every claim and replica is answered `FULL`, `add_chain_user` raises
     DirectoryUnavailableError, and everything else works. `sweep` then keeps no orphans.
@@ -70,7 +71,7 @@ class RedisDirectory:
         deadline_s: float = DEFAULT_DEADLINE_S,
         server_time: str = SERVER_TIME,
     ) -> None:
-        """`deadline_s`: longest time of one call. `server_time`: see `scripts.script_named`.
+        """`deadline_s`: see `RedisConnection`. `server_time`: see `scripts.script_named`.
 
         The first call connects. Raises ValueError for a bad URL.
         """
@@ -235,6 +236,8 @@ class RedisDirectory:
         except ScriptError as error:
             if error.code == "STALE_EPOCH":
                 raise StaleEpochError(epoch, error.detail) from error
+            if error.code == "RETIRED_EPOCH":
+                raise RetiredEpochError(epoch, error.detail) from error
             raise self._explain(error) from error
 
     def _run(self, script: str, *arguments: Argument) -> Any:

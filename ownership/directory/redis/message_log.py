@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ownership.directory.contract import DEFAULT_DEADLINE_S
 from ownership.directory.redis.address import RedisAddress
 from ownership.directory.redis.connection import RedisConnection
 from ownership.directory.redis.scripts import script_named
@@ -35,8 +36,11 @@ class Exchanged(NamedTuple):
 class RedisMessageLog:
     """Appends and reads messages, in one round trip. Redis is asked on the caller's thread."""
 
-    def __init__(self, url: str, deadline_s: float = 1.0) -> None:
-        """The first exchange connects. Raises ValueError for a bad URL."""
+    def __init__(self, url: str, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
+        """`deadline_s`: see `RedisConnection`. The first exchange connects.
+
+        Raises ValueError for a bad URL.
+        """
         self._connection = RedisConnection(RedisAddress.parse(url), deadline_s)
 
     def exchange(self, message: bytes, cursor: str) -> Exchanged:

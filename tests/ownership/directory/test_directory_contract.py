@@ -17,6 +17,7 @@ from ownership.directory import (
     Grant,
     GrantOutcome,
     Lease,
+    RetiredEpochError,
     Token,
     Worker,
 )
@@ -181,7 +182,7 @@ class TestLeases:
     ) -> None:
         claim(directory, ann, A)
         again = join(directory, "ann")
-        with pytest.raises(StaleEpochError, match="again"):
+        with pytest.raises(RetiredEpochError, match="again"):
             directory.renew_lease(ann.epoch)
         assert set(directory.workers()) == {again.epoch}
         assert owner_of(directory, A) == ann.epoch

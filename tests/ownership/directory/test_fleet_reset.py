@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,13 +21,14 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Wanted
 from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.tools.cli import main
-from ownership.directory import Directory, Worker
+from ownership.directory import Directory, Worker, opening
 from ownership.directory.fleet_reset import reset_fleet
 from ownership.directory.memory import MemoryDirectory
 from ownership.member.fleet_worker import FleetWorker, MemberTimes
 from tests.ownership.fleet_bench import LEASE_S, DirectoryBench, join
-from tests.store.filling import CHUNK, FINGERPRINT, SIZES, Bench, intact, put, until, wait
+from tests.store.filling import CHUNK, FINGERPRINT, SIZES, Bench, intact, put, wait
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
+from tests.waiting import until
 
 TOKENS = 2 * CHUNK
 HASHER = ChainHasher(FINGERPRINT, CHUNK)
@@ -219,11 +221,11 @@ class TestCommand:
             return
         joins("ann")
         joins("bob")
-        assert main(["reset", "--directory", url, "--wait", "20"]) == 0
+        assert main(["reset", "--directory", url, "--wait", "20", "--yes"]) == 0
         out = capsys.readouterr().out
         assert "ann: adopted" in out
         assert "bob: adopted" in out
-        assert main(["reset", "--directory", url, "--wait", "20", "--json"]) == 0
+        assert main(["reset", "--directory", url, "--wait", "20", "--json", "-y"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert told["adopted"] == ["ann", "bob"]
         assert told["number"] > 0
@@ -231,14 +233,43 @@ class TestCommand:
     def test_the_command_says_that_there_is_no_engine(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert main(["reset", "--directory", "memory://"]) == 1
+        assert main(["reset", "--directory", "memory://", "--yes"]) == 1
         assert "no engine is registered" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("answer", [None, "n", "y"])
+    def test_the_command_asks_first(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        answer: str | None,
+    ) -> None:
+        directory, stdin = MemoryDirectory(), io.StringIO(f"{answer or ''}\n")
+        before = directory.generation().number
+        monkeypatch.setattr(opening, "open_directory", lambda url: directory)
+        monkeypatch.setattr("sys.stdin", stdin)
+        monkeypatch.setattr(stdin, "isatty", lambda: answer is not None)
+        assert main(["reset", "--directory", "redis://u:secret@host"]) == (
+            1 if answer == "y" else 2
+        )
+        assert (directory.generation().number > before) == (answer == "y")
+        err = capsys.readouterr().err
+        assert ("--yes" if answer is None else "stored by the fleet at redis://...@host?") in err
+        assert "secret" not in err
+
+    @pytest.mark.parametrize("wait", ["nan", "inf", "-1", "1e9", "long"])
+    def test_a_wait_that_is_none_resets_nothing(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wait: str
+    ) -> None:
+        monkeypatch.setattr(opening, "open_directory", lambda url: pytest.fail("it goes on"))
+        assert main(["reset", "--directory", "memory://", "--yes", "--wait", wait]) == 2
+        err = " ".join(capsys.readouterr().err.replace("│", "").split())
+        assert "'--wait': expected a number from 0 to 86400" in err
 
     @pytest.mark.parametrize("url", ["http://x", "redis://127.0.0.1:1/0"])
     def test_the_command_says_that_the_directory_cannot_be_used(
         self, capsys: pytest.CaptureFixture[str], url: str
     ) -> None:
-        assert main(["reset", "--directory", url, "--wait", "1"]) == 2
+        assert main(["reset", "--directory", url, "--wait", "1", "--yes"]) == 2
         assert "heterocache:" in capsys.readouterr().err
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hetero_connector.artifacts.copies import ExportChange, ExportedCopy
@@ -28,9 +27,10 @@ from ownership.member.fleet_worker import FleetWorker, MemberTimes
 
 KV = StateType.DENSE_KV
 
-WAIT_S = 60.0
 
 TTL_S = 0.3
+LOOKUP_S = 60.0
+"""A busy machine answers late."""
 
 
 def change(number: int, offset: int | None = 0) -> ExportChange:
@@ -101,17 +101,17 @@ class ListedStore:
     def next_victims(self, count: int) -> list[ChunkKey]:
         return self.soon[:count]
 
-    def set_foreign_users(self, is_read: Mapping[ChunkKey, bool], for_s: float) -> None:
-        self.elsewhere.update(is_read)
+    def set_foreign_users(self, has_users: Mapping[ChunkKey, bool], for_s: float) -> None:
+        self.elsewhere.update(has_users)
 
     def resolve_claims(
-        self, owned: Mapping[ArtifactId, int], held: Iterable[ArtifactId]
+        self, owned: Mapping[ArtifactId, int], foreign: Iterable[ArtifactId]
     ) -> list[ArtifactId]:
-        gone = [a for a in (*owned, *held) if a not in self.here]
+        gone = [a for a in (*owned, *foreign) if a not in self.here]
         for artifact, token in owned.items():
             self.tokens[artifact] = token
             self.replicas.discard(artifact)
-        self.replicas.update(held)
+        self.replicas.update(foreign)
         return gone
 
     def find_gone(self, artifacts: Iterable[ArtifactId]) -> list[ArtifactId]:
@@ -158,7 +158,7 @@ class RunningWorker:
     def __init__(self, directory: MemoryDirectory, lease_s: float = 5.0) -> None:
         self.store = ListedStore()
         self.recorder = Recorder()
-        times = MemberTimes(lease_s, call_s=0.1, listing_ttl_s=TTL_S)
+        times = MemberTimes(lease_s, call_s=0.1, lookup_s=LOOKUP_S, listing_ttl_s=TTL_S)
         self.worker = FleetWorker(directory, "ann", times, self.recorder)
         self.worker.start(self.store)
 
@@ -174,13 +174,6 @@ class RunningWorker:
     def drop(self, number: int) -> None:
         self.store.drop(number)
         self.worker.wake()
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(2e-3)
 
 
 def record_of(directory: Directory, number: int) -> ArtifactRecord | None:

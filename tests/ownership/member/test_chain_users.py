@@ -11,7 +11,8 @@ from hetero_connector.errors import DirectoryUnavailableError
 from ownership.directory import Worker
 from ownership.directory.memory import MemoryDirectory
 from tests.ownership.fleet_bench import chain
-from tests.ownership.member.ledgers import BreakableDirectory, RunningWorker, until
+from tests.ownership.member.ledgers import BreakableDirectory, RunningWorker
+from tests.waiting import until
 
 A, B, C = chain("read", 3)
 LEASE_S = 0.6

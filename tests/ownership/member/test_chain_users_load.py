@@ -107,7 +107,7 @@ def test_only_present_users_are_stored_however_many_come_and_go(turns: Turns) ->
         assert turns.read(*chunks[: came[0]]) == [0] * came[0]
     counts = turns.counts
     assert len(counts._sessions) == len(counts._counts) == len(counts._reported) == per_period
-    assert counts.is_settled
+    assert not counts._to_report
 
 
 def test_a_user_that_left_before_it_was_reported_costs_no_call(turns: Turns) -> None:
@@ -121,7 +121,7 @@ def test_a_user_that_left_before_it_was_reported_costs_no_call(turns: Turns) -> 
     turns.period()
     assert turns.directory.calls == before
     assert not turns.counts._sessions
-    assert turns.counts.is_settled
+    assert not turns.counts._to_report
 
 
 def test_a_job_makes_two_calls_at_most_and_leaves_every_other_turn_free(turns: Turns) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 import pytest
 
 from examples.embedded_redis import EmbeddedRedis
 from hetero_connector.artifacts.record import ChunkKey
-from hetero_connector.errors import DirectoryUnavailableError, StaleEpochError
+from hetero_connector.errors import DirectoryUnavailableError
 from hetero_connector.metrics import COUNTERS, Recorder
 from ownership.directory import Claim, Directory, Grant, GrantOutcome, Worker
 from ownership.directory.identifiers import Epoch
@@ -20,6 +20,7 @@ from ownership.directory.redis import RedisDirectory
 from ownership.member.directory_thread import DirectoryThread, ThreadHooks
 from ownership.member.lease_keeper import LeaseKeeper
 from tests.ownership.fleet_bench import KV, artifact, chain, claim_of, lookup
+from tests.waiting import until
 
 LEASE_S = 2.0
 WAIT_S = 60.0
@@ -64,13 +65,6 @@ class Member:
         return sum(v for k, v in payload[COUNTERS].items() if k.startswith(name))
 
 
-def wait_until(what: str, is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"still not so: {what}"
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def server() -> Iterator[EmbeddedRedis]:
     with EmbeddedRedis() as started:
@@ -104,8 +98,8 @@ def owners(directory: RedisDirectory) -> set[Epoch]:
 
 def test_published_claims_are_owned_and_answered(member: Member, other: RedisDirectory) -> None:
     assert member.thread.publish(STORED) == len(STORED)
-    wait_until("all is owned", lambda: owners(other) == {member.epoch()} != {0})
-    wait_until("all is answered", lambda: member.owned() == set(STORED_CHAIN))
+    until(lambda: owners(other) == {member.epoch()} != {0}, "all is owned")
+    until(lambda: member.owned() == set(STORED_CHAIN), "all is answered")
     assert {grant.outcome for _, _, grant in member.granted} == {GrantOutcome.OWNED}
     found = lookup(member.thread, 5.0, STORED_CHAIN).result(WAIT_S)
     assert found.chunks[0][KV].owner == member.epoch()
@@ -116,16 +110,16 @@ def test_everything_is_claimed_again_after_redis_came_back_empty(
 ) -> None:
     member.stored = STORED
     member.thread.publish(STORED)
-    wait_until("all is owned", lambda: owners(other) == {member.epoch()} != {0})
-    wait_until("all is answered", lambda: member.owned() == set(STORED_CHAIN))
+    until(lambda: owners(other) == {member.epoch()} != {0}, "all is owned")
+    until(lambda: member.owned() == set(STORED_CHAIN), "all is answered")
     before, tokens = member.epoch(), [grant.token for _, _, grant in member.granted]
     server.kill()
-    wait_until("the worker is alone", lambda: member.epoch() == 0)
+    until(lambda: member.epoch() == 0, "the worker is alone")
     with pytest.raises(DirectoryUnavailableError):
         lookup(member.thread, 1.0, STORED_CHAIN).result(WAIT_S)
     server.start()
-    wait_until("all is owned again", lambda: owners(other) == {member.epoch()} != {0})
-    wait_until("all is answered again", lambda: member.owned() == set(STORED_CHAIN))
+    until(lambda: owners(other) == {member.epoch()} != {0}, "all is owned again")
+    until(lambda: member.owned() == set(STORED_CHAIN), "all is answered again")
     after = member.epoch()
     assert after > before
     assert min(g.token for epoch, _, g in member.granted if epoch == after) > max(tokens)
@@ -135,15 +129,15 @@ def test_everything_is_claimed_again_after_redis_came_back_empty(
 def test_artifacts_sealed_while_redis_is_down_are_claimed_afterwards(
     server: EmbeddedRedis, member: Member, other: RedisDirectory
 ) -> None:
-    wait_until("it is registered", lambda: member.epoch() != 0)
+    until(lambda: member.epoch() != 0, "it is registered")
     server.kill()
     member.thread.publish(STORED)
     server.start()
-    wait_until("all is owned", lambda: owners(other) == {member.epoch()} != {0})
+    until(lambda: owners(other) == {member.epoch()} != {0}, "all is owned")
 
 
 def test_no_call_waits_for_a_paused_redis(server: EmbeddedRedis, member: Member) -> None:
-    wait_until("it is registered", lambda: member.epoch() != 0)
+    until(lambda: member.epoch() != 0, "it is registered")
     server.pause()
     started = time.monotonic()
     calls: list[Future[object]] = []
@@ -160,17 +154,7 @@ def test_no_call_waits_for_a_paused_redis(server: EmbeddedRedis, member: Member)
         call = lookup(member.thread, 5.0, chain("a", 4))
         return call.exception(WAIT_S) is None and call.result().chunks[0] == {}
 
-    wait_until("calls are answered again", answers)
-
-
-def test_a_stale_epoch_is_replaced_at_once(member: Member, other: RedisDirectory) -> None:
-    wait_until("it is registered", lambda: member.epoch() != 0)
-    before = member.epoch()
-    other.end_lease(before)
-    noted = member.thread.call(lambda d, epoch: d.add_chain_user(epoch, "s", STORED_CHAIN[:1]), 5.0)
-    with pytest.raises(StaleEpochError):
-        noted.result(WAIT_S)
-    wait_until("it is registered again", lambda: member.epoch() > before)
+    until(answers, "calls are answered again")
 
 
 class TestBounds:
@@ -190,7 +174,7 @@ class TestBounds:
         directory = MemoryDirectory()
         member = Member(directory)
         member.thread.start()
-        wait_until("it is registered", lambda: member.epoch() != 0)
+        until(lambda: member.epoch() != 0, "it is registered")
         busy, done = threading.Event(), threading.Event()
 
         def job(_: Directory, epoch: Epoch) -> bool:
@@ -202,7 +186,7 @@ class TestBounds:
         waiting = lookup(member.thread, 5.0, [])
         closer = threading.Thread(target=member.thread.close)
         closer.start()
-        wait_until("it is closing", lambda: member.thread._is_closing)
+        until(lambda: member.thread._is_closing, "it is closing")
         done.set()
         closer.join(WAIT_S)
         assert running.result(WAIT_S)
@@ -227,7 +211,7 @@ class TestBounds:
         member.note = lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
         member.thread.start()
         member.thread.publish(STORED[:1])
-        wait_until("it is counted", lambda: member.counted("heterocache_directory_failures") > 0)
+        until(lambda: member.counted("heterocache_directory_failures") > 0, "it is counted")
         assert member.thread.call(lambda _, epoch: epoch, 5.0).result(WAIT_S) > 0
         with pytest.raises(ZeroDivisionError):
             member.thread.call(lambda _, epoch: 1 // 0, 5.0).result(WAIT_S)

@@ -8,16 +8,9 @@ from hetero_connector.errors import StaleEpochError
 from ownership.directory import Epoch, Lease, Worker
 from ownership.directory.memory import MemoryDirectory
 from ownership.member.held_lease import MARGIN, HeldLease
+from tests.clock import Clock
 
 LEASE_S = 10.0
-
-
-class Clock:
-    def __init__(self, now_s: float = 0.0) -> None:
-        self.now_s = now_s
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
@@ -69,7 +62,7 @@ def test_a_lease_ends_for_its_worker_before_it_ends_for_the_directory(
     steps: list[tuple[float, float, float, bool]], rate: float, probe: float
 ) -> None:
     """Renewals with any delays, lost answers, and clocks of different rates."""
-    real = Clock()
+    real = Clock(0.0)
     directory = MemoryDirectory(real)
 
     def own() -> float:

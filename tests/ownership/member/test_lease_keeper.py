@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -9,13 +9,16 @@ from hetero_connector.errors import (
     DirectoryError,
     DirectoryRefusedError,
     DirectoryUnavailableError,
+    StaleEpochError,
 )
 from hetero_connector.metrics import GAUGES, Recorder
-from ownership.directory import Lease, Worker
+from ownership.directory import Claim, Directory, GrantOutcome, Lease, RetiredEpochError, Worker
 from ownership.directory.identifiers import Epoch
 from ownership.directory.memory import MemoryDirectory
+from ownership.member.directory_thread import DirectoryThread, ThreadHooks
 from ownership.member.held_lease import lease_clock
 from ownership.member.lease_keeper import LeaseKeeper
+from tests.ownership.fleet_bench import artifact, claim_of
 
 LEASE_S = 9.0
 
@@ -157,12 +160,12 @@ def test_a_loss_is_told_once_with_the_time_when_nothing_was_lost_yet(fleet: Flee
 
 def test_a_worker_with_a_stale_epoch_registers_at_once(fleet: Fleet) -> None:
     (first,) = fleet.pass_s(1.0)
-    fleet.keeper.on_stale(first)
+    fleet.keeper.on_stale(StaleEpochError(first))
     assert fleet.keeper.wait_s() == 0.0
     second = fleet.keeper.run_due()
     assert second is not None
     assert second > first
-    fleet.keeper.on_stale(first)  # a late message about the old epoch
+    fleet.keeper.on_stale(StaleEpochError(first))  # a late message about the old epoch
     assert fleet.keeper.lease is not None
     assert fleet.keeper.lease.is_valid
 
@@ -225,8 +228,73 @@ def test_a_worker_with_another_card_is_registered_again() -> None:
     assert first is not None
     assert fleet.keeper.run_due() is None
     fleet.worker = Worker("ann", b"another card")
+    assert fleet.keeper.run_due() is None
+    assert not fleet.keeper.lease.is_valid  # type: ignore[union-attr]
+    assert first in fleet.directory.workers(), "it ends after the worker has stopped serving"
+    assert fleet.keeper.run_due() is None
     second = fleet.keeper.run_due()
     assert second is not None
     assert second > first
     assert {w.peer for w in fleet.directory.workers().values()} == {b"another card"}
     assert fleet.keeper.run_due() is None
+
+
+def test_a_worker_with_another_card_owns_its_artifacts_again_at_once(directory: Directory) -> None:
+    cards = [b"card"]
+    keeper = LeaseKeeper(
+        directory, lambda: Worker("ann", cards[-1]), LEASE_S, Recorder(), lambda: 100.0
+    )
+    first = keeper.run_due()
+    assert first is not None
+    [before] = directory.claim_owner(first, [claim_of(artifact())])
+    cards.append(b"another card")
+    second = [keeper.run_due() for _ in range(3)][-1]
+    assert second is not None
+    [after] = directory.claim_owner(second, [claim_of(artifact())])
+    assert after.outcome is GrantOutcome.OWNED
+    assert after.token > before.token
+
+
+def test_a_worker_whose_place_is_taken_once_in_a_lease_registers_at_once(fleet: Fleet) -> None:
+    """A registration that was not answered may have arrived late."""
+    (first,) = fleet.pass_s(1.0)
+    for _ in range(3):
+        fleet.keeper.on_stale(RetiredEpochError(first))
+        assert fleet.keeper.wait_s() == 0.0
+        second = fleet.keeper.run_due()
+        assert second is not None
+        assert fleet.pass_s(1.5 * LEASE_S) == []
+        first = second
+
+
+def test_engines_with_one_name_take_few_turns_and_say_what_to_change(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    registered: list[float] = []
+
+    def start_epoch() -> Iterator[Sequence[Claim]]:
+        registered.append(fleet.now_s)
+        return iter(())
+
+    threads = [
+        DirectoryThread(
+            fleet.directory,
+            fleet.new_keeper(),
+            ThreadHooks(start_epoch, lambda *_: None),
+            Recorder(),
+            clock=lambda: fleet.now_s,
+        )
+        for _ in range(2)
+    ]
+    leases = 5
+    until_s = fleet.now_s + leases * LEASE_S
+    while fleet.now_s < until_s:
+        fleet.now_s += 0.1
+        for thread in threads:
+            thread.call(lambda directory, epoch: directory.release(epoch, {}), 1.0)
+            thread.run_turn()
+    assert len(registered) <= 4 * (leases + 1)
+    errors = [x.getMessage() for x in caplog.records if x.levelname == "ERROR"]
+    assert 1 <= len(errors) <= 2 * (leases + 1)
+    assert "worker_name 'ann'" in errors[0]
+    assert "its own worker_name" in errors[0]

@@ -21,8 +21,8 @@ from tests.ownership.member.ledgers import (
     is_free,
     owned_by_bob,
     record_of,
-    until,
 )
+from tests.waiting import until
 
 
 @pytest.fixture

@@ -10,18 +10,11 @@ from hetero_connector.spec.state_types import StateType
 from ownership.directory import Worker
 from ownership.directory.identifiers import Epoch, Token
 from ownership.member.live_peers import LivePeers
+from tests.clock import Clock
 
 LEASE_S = 10.0
 ARTIFACT = ArtifactId(ChunkKey(bytes(range(16))), StateType.DENSE_KV)
 ANN, BOB = Epoch(3), Epoch(4)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture

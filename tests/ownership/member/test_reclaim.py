@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 import pytest
 
-from hetero_connector.artifacts.record import ArtifactId
+from hetero_connector.artifacts.copies import ExportChange
+from hetero_connector.artifacts.record import ArtifactId, ChunkKey
+from hetero_connector.errors import DirectoryUnavailableError
 from hetero_connector.metrics import Recorder
-from ownership.directory import Claim, Copy, DirectoryLimits, Grant, GrantOutcome, Worker
+from ownership.directory import (
+    ChainView,
+    Claim,
+    Copy,
+    DirectoryLimits,
+    Grant,
+    GrantOutcome,
+    Worker,
+)
 from ownership.directory.identifiers import NO_EPOCH, NO_TOKEN, Epoch, Token
 from ownership.directory.memory import MemoryDirectory
 from ownership.member.directory_thread import Job
 from ownership.member.ledger import Ledger
-from ownership.member.live_peers import LivePeers
-from tests.ownership.member.ledgers import ListedStore, change
+from tests.clock import Clock
+from tests.ownership.member.ledgers import ListedStore, change, record_of
 
 BOB, EVE = Epoch(2), Epoch(3)
 FULL = Grant(GrantOutcome.FULL, NO_EPOCH, NO_TOKEN)
@@ -63,13 +73,13 @@ def test_all_replicas_are_claimed_at_once() -> None:
     """All are claimed, because their owners may have changed since."""
     store, thread = ListedStore(), FakeThread()
     store.put(*map(change, range(1, 4)))
-    now_s = [0.0]
-    ledger = Ledger(store, thread, Recorder(), clock=lambda: now_s[0])  # type: ignore[arg-type]
+    clock = Clock(0.0)
+    ledger = Ledger(store, thread, Recorder(), clock=clock)  # type: ignore[arg-type]
     ledger.run_due()
     held_by(ledger, BOB, 1, 2)
     held_by(ledger, EVE, 3)
     thread.claims.clear()
-    now_s[0] = 0.5
+    clock.passes(0.5)
     ledger.run_due()
     assert thread.artifacts == []
     ledger.reclaim()
@@ -208,7 +218,10 @@ class AnsweringThread(FakeThread):
     def call(self, job: Job[None], _: float) -> Future[None]:
         self.names.append(job.__name__)
         future = Future[None]()
-        future.set_result(job(self.directory, self.epoch))
+        try:
+            future.set_result(job(self.directory, self.epoch))
+        except DirectoryUnavailableError as error:
+            future.set_exception(error)
         return future
 
 
@@ -216,46 +229,149 @@ class AnsweringThread(FakeThread):
 def test_releases_of_two_leases_before_a_loss_are_repeated_however_late_it_is_seen(
     lost_after_s: float, is_repeated: bool
 ) -> None:
-    now_s, store, thread = [0.0], ListedStore(), AnsweringThread()
-    ledger = Ledger(store, thread, Recorder(), clock=lambda: now_s[0], lease_s=2.0)  # type: ignore[arg-type]
+    clock, store, thread = Clock(0.0), ListedStore(), AnsweringThread()
+    ledger = Ledger(store, thread, Recorder(), clock=clock, lease_s=2.0)  # type: ignore[arg-type]
     store.put(change(1))
     ledger.run_due()
     answered(ledger, OWNED, 1)
     store.drop(1)
     ledger.run_due()
     assert not ledger.has_unsent
-    now_s[0] = 100.0
+    clock.passes(100.0)
     ledger.on_records_lost(lost_after_s)
     assert ledger.has_unsent == is_repeated
 
 
-def test_each_end_of_a_worker_is_returned_once() -> None:
-    peers = LivePeers(10.0, lambda: 0.0)
-    peers.refresh({BOB: Worker("bob", b"card"), EVE: Worker("eve", b"card")}, 0.0)
-    assert peers.take_ended() == set()
-    peers.refresh({BOB: Worker("bob", b"card")}, 1.0)
-    peers.refresh({}, 2.0)
-    assert peers.take_ended() == {BOB, EVE}
-    assert peers.take_ended() == set()
-
-
 def test_a_replica_that_is_one_too_many_is_listed_again_when_others_may_have_ended() -> None:
-    now_s, store, ttl_s = [0.0], ListedStore(), 60.0
-    thread = AnsweringThread(MemoryDirectory(lambda: now_s[0], DirectoryLimits(max_replicas=0)))
+    clock, store, ttl_s = Clock(0.0), ListedStore(), 60.0
+    thread = AnsweringThread(MemoryDirectory(clock, DirectoryLimits(max_replicas=0)))
     bob = thread.directory.register(Worker("bob"), 60.0 * ttl_s).epoch
     thread.directory.claim_owner(bob, [Claim(change(1).id, Copy(64, bytes(16), 0, 1))])
-    ledger = Ledger(store, thread, Recorder(), ttl_s, lambda: now_s[0])  # type: ignore[arg-type]
+    ledger = Ledger(store, thread, Recorder(), ttl_s, clock)  # type: ignore[arg-type]
     store.put(change(1))
     ledger.run_due()
     held_by(ledger, bob, 1)
     listed = []
-    while now_s[0] < 1.5 * ttl_s:
+    while clock.now_s < 1.5 * ttl_s:
         before = thread.names.count("_send_batch")
         ledger.run_due()
         if thread.names.count("_send_batch") > before:
-            listed.append(now_s[0])
-        now_s[0] += 1.0
+            listed.append(clock.now_s)
+        clock.passes(1.0)
     assert thread.names.count("_check_batch") > 3, "it is checked all the time"
     assert len(listed) == 2
     assert listed[0] == 0.0
     assert listed[1] >= ttl_s
+
+
+def test_a_replica_that_has_another_owner_is_claimed_to_learn_which() -> None:
+    """Else the end of that owner would not be seen."""
+    clock, store, thread = Clock(), ListedStore(), AnsweringThread()
+    bob, eve = (thread.directory.register(Worker(name), 60.0).epoch for name in ("bob", "eve"))
+    thread.directory.claim_owner(eve, [Claim(change(1).id, Copy(64, bytes(16), 0, 1))])
+    ledger = Ledger(store, thread, Recorder(), clock=clock)  # type: ignore[arg-type]
+    store.put(change(1))
+    ledger.run_due()
+    thread.claims.clear()
+    for owner, expected in ((bob, [change(1).id]), (eve, [])):
+        held_by(ledger, owner, 1)
+        thread.claims.clear()
+        ledger.reclaim()
+        clock.passes(1.0)
+        ledger.run_due()
+        assert thread.artifacts == expected
+
+
+class FullServer(MemoryDirectory):
+    """A server whose memory is full for the first replicas."""
+
+    num_refused = 1
+
+    def replicate_readonly(
+        self, epoch: Epoch, copies: Sequence[Claim], ttl_s: float
+    ) -> list[Grant]:
+        if self.num_refused:
+            self.num_refused -= 1
+            return [FULL] * len(copies)
+        return super().replicate_readonly(epoch, copies, ttl_s)
+
+
+def test_a_replica_that_a_full_server_refused_is_listed_when_it_is_next_checked() -> None:
+    clock, store, lease_s = Clock(), ListedStore(), 2.0
+    thread = AnsweringThread(FullServer(clock))
+    bob = thread.directory.register(Worker("bob"), 3_600.0).epoch
+    thread.directory.claim_owner(bob, [Claim(change(1).id, Copy(64, bytes(16), 0, 1))])
+    ledger = Ledger(store, thread, Recorder(), 30 * lease_s, clock, lease_s)  # type: ignore[arg-type]
+    store.put(change(1))
+    ledger.run_due()
+    held_by(ledger, bob, 1)
+    for _ in range(5):
+        ledger.run_due()
+        clock.passes(1.0)
+    held = record_of(thread.directory, 1)
+    assert held is not None
+    assert [replica.holder for replica in held.replicas] == [thread.epoch]
+
+
+class LosesLookups(MemoryDirectory):
+    """Has lost all records, and answers every other lookup only."""
+
+    num_asked = 0
+
+    def lookup(self, chain: Sequence[ChunkKey]) -> ChainView:
+        self.num_asked += 1
+        if self.num_asked % 2 == 0:
+            raise DirectoryUnavailableError("lost")
+        return super().lookup(chain)
+
+
+class LongStore(ListedStore):
+    """Lists what it has in several batches."""
+
+    def inventory(self) -> Iterator[list[ExportChange]]:
+        [everything] = super().inventory()
+        for first in range(0, len(everything), 256):
+            yield everything[first : first + 256]
+
+
+def test_a_check_that_fails_begins_no_audit_anew() -> None:
+    clock, store, thread = Clock(), LongStore(), AnsweringThread(LosesLookups())
+    numbers = range(1, 4 * 256 + 1)
+    ledger = Ledger(store, thread, Recorder(), clock=clock)  # type: ignore[arg-type]
+    store.put(*map(change, numbers))
+    ledger.run_due()
+    answered(ledger, OWNED, *numbers)
+    thread.claims.clear()
+    ledger.on_records_lost(clock.now_s)
+    for _ in range(12):
+        ledger.run_due()
+        clock.passes(1.0)
+    assert set(thread.artifacts) == {change(number).id for number in numbers}
+
+
+@pytest.mark.parametrize("offset", [4096, None])
+def test_what_changed_after_a_check_that_failed_is_not_claimed_as_it_was(
+    offset: int | None,
+) -> None:
+    clock, store, directory = Clock(), ListedStore(), LosesLookups()
+    directory.num_asked = 1
+    thread = AnsweringThread(directory)
+    ledger = Ledger(store, thread, Recorder(), clock=clock)  # type: ignore[arg-type]
+    store.put(change(1), change(2))
+    ledger.run_due()
+    answered(ledger, OWNED, 1, 2)
+    ledger.on_records_lost(clock.now_s)
+    ledger.run_due()
+    assert directory.num_asked == 2, "a check has failed"
+    thread.claims.clear()
+    if offset is None:
+        store.drop(1)
+    else:
+        store.put(change(1, offset))
+    for _ in range(3):
+        clock.passes(1.0)
+        ledger.run_due()
+    assert directory.num_asked > 2
+    assert change(2).id in thread.artifacts
+    offsets = [c.copy.dram_offset for c in thread.claims if c.artifact == change(1).id]
+    assert set(offsets) == (set() if offset is None else {offset})

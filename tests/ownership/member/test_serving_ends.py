@@ -15,27 +15,25 @@ from ownership.directory.memory import MemoryDirectory
 from ownership.member.directory_thread import DirectoryThread
 from ownership.member.fleet_worker import FleetWorker, MemberTimes
 from ownership.member.held_lease import MARGIN
-from tests.ownership.member.ledgers import ListedStore, change, until
+from tests.clock import Clock
+from tests.ownership.member.ledgers import ListedStore, change
+from tests.waiting import until
 
 LEASE_S, CALL_S = 10.0, 1.0
 STEP_S = 0.05
 
 
-class Clock:
+class LeaseClock(Clock):
     """The clock of worker and directory, which also knows the end of the lease."""
 
     def __init__(self) -> None:
-        self.now_s = 100.0
+        super().__init__(100.0)
         self.lease_ends_s = 0.0
         self.store = ListedStore()
         self.served_too_long_s = 0.0
 
-    def __call__(self) -> float:
-        return self.now_s
-
-    def goes_on(self, seconds: float) -> None:
-        """True while the store serves under the lease."""
-        self.now_s += seconds
+    def passes(self, seconds: float) -> None:
+        super().passes(seconds)
         if self.store.epochs and self.store.epochs[-1] != NO_EPOCH:
             over_s = self.now_s - self.lease_ends_s
             self.served_too_long_s = max(self.served_too_long_s, over_s)
@@ -44,7 +42,7 @@ class Clock:
 class HangingDirectory(MemoryDirectory):
     """Each call takes its longest time, and renewals fail."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: LeaseClock) -> None:
         super().__init__(clock)
         self.clock = clock
 
@@ -55,19 +53,19 @@ class HangingDirectory(MemoryDirectory):
         return super().register(worker, lease_s, floor)
 
     def renew_lease(self, epoch: Epoch) -> str:
-        self.clock.goes_on(CALL_S)
+        self.clock.passes(CALL_S)
         raise DirectoryUnavailableError("late")
 
     def workers(self) -> Mapping[Epoch, Worker]:
-        self.clock.goes_on(CALL_S)
+        self.clock.passes(CALL_S)
         return super().workers()
 
     def claim_owner(self, epoch: Epoch, claims: Sequence[Claim]) -> list[Grant]:
-        self.clock.goes_on(CALL_S)
+        self.clock.passes(CALL_S)
         return super().claim_owner(epoch, claims)
 
     def sweep(self, limit: int) -> int:
-        self.clock.goes_on(CALL_S)
+        self.clock.passes(CALL_S)
         return super().sweep(limit)
 
 
@@ -78,7 +76,7 @@ def two_calls(directory: Directory, _: Epoch) -> None:
 
 def served_too_long_s(at_s: float, what: str) -> float:
     """Return how long a worker that is kept busy from `at_s` on serves after its lease."""
-    clock = Clock()
+    clock = LeaseClock()
     worker = FleetWorker(
         HangingDirectory(clock), "ann", MemberTimes(LEASE_S, CALL_S), Recorder(), clock
     )
@@ -97,7 +95,7 @@ def served_too_long_s(at_s: float, what: str) -> float:
         if thread.idle_s() == 0.0:
             thread.run_turn()
         else:
-            clock.goes_on(STEP_S)
+            clock.passes(STEP_S)
     assert clock.store.epochs[0] != NO_EPOCH
     assert clock.store.epochs[-1] == NO_EPOCH
     return clock.served_too_long_s

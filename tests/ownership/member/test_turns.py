@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hetero_connector.errors import StaleEpochError
 from hetero_connector.metrics import COUNTERS, Recorder
 from ownership.directory import Claim, DirectoryLimits, Grant, GrantOutcome, Lease, Worker
 from ownership.directory.identifiers import Epoch
@@ -16,7 +17,7 @@ from ownership.member.directory_thread import CLAIMS_PER_CALL, DirectoryThread, 
 from ownership.member.fleet_worker import FleetWorker, MemberTimes
 from ownership.member.lease_keeper import LeaseKeeper
 from tests.ownership.fleet_bench import artifact, chain, claim_of, lookup
-from tests.ownership.member.ledgers import ListedStore, change, record_of
+from tests.ownership.member.ledgers import ListedStore, change, owned_by_bob, record_of
 
 pytestmark = pytest.mark.long
 
@@ -96,6 +97,23 @@ def test_a_registration_that_raises_is_retried_after_pauses_and_logged_once(
     made.directory.broken.clear()
     made.run_s(1.0)
     assert made.keeper.lease is not None
+    assert made.keeper.lease.is_valid
+
+
+def test_a_stale_epoch_is_replaced_before_a_renewal_is_due() -> None:
+    made = Stepped()
+    made.run_s(TURN_S)
+    before = made.keeper.lease
+    assert before is not None
+    made.directory.end_lease(before.epoch)
+    noted = made.thread.call(lambda d, epoch: d.add_chain_user(epoch, "s", chain("a", 1)), 5.0)
+    made.thread.run_turn()
+    with pytest.raises(StaleEpochError):
+        noted.result(0)
+    assert made.thread.idle_s() == 0.0 < before.renew_in_s
+    made.thread.run_turn()
+    assert made.keeper.lease is not None
+    assert made.keeper.lease.epoch > before.epoch
     assert made.keeper.lease.is_valid
 
 
@@ -222,3 +240,21 @@ def test_lost_changes_of_the_store_end_the_epoch(member: Member) -> None:
     owners = [record_of(member.directory, number).owner for number in (1, 2, 3)]  # type: ignore[union-attr]
     assert owners == [epoch, before, epoch]
     assert before not in member.directory.workers()
+
+
+def test_the_end_of_a_worker_that_owns_no_replica_here_begins_no_check(
+    member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bob = owned_by_bob(member.directory, 1)
+    eve = member.directory.register(Worker("eve", b"card"), 3_600.0).epoch
+    member.store.put(change(1))
+    member.run_s(LEASE_S)
+    assert member.store.replicas == {change(1).id}
+    reclaims = list[float]()
+    monkeypatch.setattr(member.worker._ledger, "reclaim", lambda: reclaims.append(member.now_s))
+    member.directory.end_lease(eve)
+    member.run_s(LEASE_S)
+    assert not reclaims
+    member.directory.end_lease(bob)
+    member.run_s(LEASE_S)
+    assert reclaims

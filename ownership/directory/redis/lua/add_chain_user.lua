@@ -1,7 +1,7 @@
 -- Count a session or request as using chains up to these chunks. `OwnershipDirectory.add_chain_user`.
 -- KEYS: fleet epochs readers
 -- ARGV: epoch, user, most users of a chunk, msgpack [chunk, ...]
--- Returns: nothing. Errors: STALE_EPOCH.
+-- Returns: nothing. Errors: STALE_EPOCH, RETIRED_EPOCH.
 -- USES: clock epochs chain_users
 
 local epoch, user, max_users = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3])

@@ -1,7 +1,7 @@
 -- Become the owner of artifacts unless another epoch owns them. `OwnershipDirectory.claim_owner`.
 -- KEYS: fleet epochs chunks runs
 -- ARGV: epoch, most artifacts, msgpack [chunk, parent chunk, state type, copy, ...]
--- Returns: [outcome, owner, token, ...]; outcomes as in `outcomes.lua`. Errors: STALE_EPOCH.
+-- Returns: [outcome, owner, token, ...]; outcomes as in `outcomes.lua`. Errors: STALE_EPOCH, RETIRED_EPOCH.
 -- USES: clock epochs runs records outcomes
 
 local epoch, max_artifacts = tonumber(ARGV[1]), tonumber(ARGV[2])

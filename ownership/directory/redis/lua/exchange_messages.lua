@@ -1,4 +1,4 @@
--- Append a router's message, and read those after a cursor. `RedisRouterLog`.
+-- Append a router's message, and read those after a cursor. `RedisMessageLog`.
 -- KEYS: messages
 -- ARGV: message ("" for none), cursor, most messages to return, seconds for which messages are kept
 -- Returns: the id of the newest message, then an id and a message for each one after the cursor.

@@ -1,7 +1,7 @@
 -- Give up ownership or replicas. `OwnershipDirectory.release`.
 -- KEYS: fleet epochs chunks runs
 -- ARGV: epoch, msgpack [chunk, state type, token (0: a replica), ...]
--- Returns: nothing. Errors: STALE_EPOCH.
+-- Returns: nothing. Errors: STALE_EPOCH, RETIRED_EPOCH.
 -- USES: clock epochs runs records
 
 local epoch, released = tonumber(ARGV[1]), cmsgpack.unpack(ARGV[2])

@@ -1,7 +1,7 @@
 -- Stop counting a user. `OwnershipDirectory.remove_chain_user`.
 -- KEYS: fleet epochs readers
 -- ARGV: epoch, user, msgpack [chunk, ...]
--- Returns: [1 if the chunk has no user any more, else 0, ...]. Errors: STALE_EPOCH.
+-- Returns: [1 if the chunk has no user any more, else 0, ...]. Errors: STALE_EPOCH, RETIRED_EPOCH.
 -- USES: clock epochs chain_users
 
 local epoch, user = tonumber(ARGV[1]), ARGV[2]

@@ -1,7 +1,7 @@
 -- Extend the lease from now. `OwnershipDirectory.renew_lease`.
 -- KEYS: fleet epochs names peers chunks runs
 -- ARGV: epoch
--- Returns: memory_name() of memory.lua. Errors: STALE_EPOCH.
+-- Returns: memory_name() of memory.lua. Errors: STALE_EPOCH, RETIRED_EPOCH.
 -- USES: clock epochs memory
 
 local epoch = tonumber(ARGV[1])

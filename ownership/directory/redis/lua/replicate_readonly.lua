@@ -1,7 +1,7 @@
 -- List transient replicas. `OwnershipDirectory.replicate_readonly`.
 -- KEYS: fleet epochs chunks runs
 -- ARGV: epoch, ttl_s, most replicas of an artifact, msgpack [chunk, state type, copy, ...]
--- Returns: [outcome, owner, token, ...]. Errors: STALE_EPOCH.
+-- Returns: [outcome, owner, token, ...]. Errors: STALE_EPOCH, RETIRED_EPOCH.
 -- USES: clock epochs runs records outcomes
 
 local epoch, ttl_s, max_replicas = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])

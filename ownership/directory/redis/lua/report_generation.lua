@@ -1,7 +1,7 @@
 -- Record the generation in which a worker shares state; return the fleet's. `GenerationDirectory.report_generation`.
 -- KEYS: fleet epochs adopted
 -- ARGV: epoch, adopted, floor
--- Returns: the fleet's generation, as text. Errors: STALE_EPOCH.
+-- Returns: the fleet's generation, as text. Errors: STALE_EPOCH, RETIRED_EPOCH.
 -- USES: clock epochs generations
 --
 -- adopted: hash, epoch -> generation.

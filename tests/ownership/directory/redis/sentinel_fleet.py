@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 
 import redis
 
 from examples.embedded_redis import EmbeddedRedis
+from tests import waiting
 
 PASSWORD = "hush"
 
 
-def wait_for(what: str, is_so: Callable[[], object], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"still not so: {what}"
-        time.sleep(0.05)
+until = partial(waiting.until, pause_s=0.05)
+"""Wait with fewer questions: each is a call to Redis."""
 
 
 class SentinelFleet:
@@ -69,12 +67,12 @@ class SentinelFleet:
         """Kill the primary, wait for the failover, and after a pause start it as the replica."""
         self.primary.kill()
         watching = redis.Redis.from_url(self.sentinel.url)
-        wait_for(
-            "the replica has taken over",
+        until(
             lambda: (
                 watching.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "fleet")[1]
                 == str(self.replica.port).encode()
             ),
+            "the replica has taken over",
         )
         time.sleep(pause_s)
         self.primary.start()
@@ -85,14 +83,14 @@ class SentinelFleet:
     def _follow(self) -> None:
         client = redis.Redis.from_url(self.replica.url)
         client.execute_command("REPLICAOF", "127.0.0.1", self.primary.port)
-        wait_for(
-            "the replica follows",
+        until(
             lambda: client.info("replication").get("master_link_status") == "up",
+            "the replica follows",
         )
 
     def _wait_for_sentinel(self) -> None:
         watching = redis.Redis.from_url(self.sentinel.url)
-        wait_for("the Sentinel knows the replica", lambda: self._is_known(watching))
+        until(lambda: self._is_known(watching), "the Sentinel knows the replica")
 
     def _is_known(self, watching: redis.Redis) -> bool:
         """Return True if the replica could take over."""

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from ownership.directory import DirectoryLimits, GrantOutcome, Lease
 from ownership.directory.redis import RedisDirectory
 from ownership.directory.redis.connection import RedisConnection, ServerFullError
 from tests.ownership.fleet_bench import KV, artifact, chain, claim, claim_of, join
+from tests.waiting import until
 
 pytestmark = pytest.mark.long
 
@@ -331,6 +333,38 @@ class TestServerTroubles:
         claim(directory, lease, artifact())
         monkeypatch.setattr(RedisConnection, "run_and_fetch", refuse)
         assert directory.lookup(chain("a", 1)).chunks[0][KV].owner == lease.epoch
+
+    def test_a_server_that_a_script_keeps_busy_is_unavailable(self) -> None:
+        """redis-py puts the command before an error in a transaction."""
+        with EmbeddedRedis(["lua-time-limit 1"]) as server:
+            directory = RedisDirectory(server.url, deadline_s=2 * SLACK_S)
+            assert directory.lookup(chain("a", 1)).chunks[0] == {}
+            client = redis.Redis.from_url(server.url)
+
+            def run_for_ever() -> None:
+                with redis.Redis.from_url(server.url) as other, suppress(redis.ResponseError):
+                    other.eval("while true do end", 0)
+
+            def is_busy() -> bool:
+                try:
+                    client.get("x")
+                except redis.ResponseError as error:
+                    return str(error).startswith("BUSY")
+                return False
+
+            thread = threading.Thread(target=run_for_ever, daemon=True)
+            thread.start()
+            try:
+                until(is_busy)
+                with pytest.raises(DirectoryUnavailableError, match="BUSY"):
+                    directory.lookup(chain("a", 1))
+                assert directory._connection._breaker.is_open
+            finally:
+                client.script_kill()
+                thread.join(SLACK_S)
+                client.close()
+            assert until_back(lambda: directory.lookup(chain("a", 1))).chunks[0] == {}
+            directory.close()
 
     def test_a_replica_too_many_writes_nothing_but_the_time(self, server: EmbeddedRedis) -> None:
         directory = RedisDirectory(server.url, DirectoryLimits(max_replicas=0), DEADLINE_S)

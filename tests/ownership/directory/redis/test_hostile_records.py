@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 
 import msgpack
 import pytest
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hetero_connector.errors import RecordError, StaleEpochError
 from hetero_connector.spec.state_types import StateType
 from ownership.directory import EpochStatus, GrantOutcome, Lease
+from ownership.directory.identifiers import LAST_NUMBER
 from ownership.directory.redis import RedisDirectory, encoding
 from ownership.directory.redis.scripts import fleet_key
 from tests.ownership.fleet_bench import (
@@ -229,17 +230,21 @@ def test_no_bytes_break_the_decoders(packed: bytes) -> None:
     value=st.one_of(st.binary(max_size=20), st.integers(-(2**64), 2**64).map(lambda x: b"%d" % x)),
     adopted=st.binary(max_size=20),
 )
-def test_an_impossible_generation_is_ignored(
+def test_an_impossible_generation_is_ignored_or_refused(
     hostile: Hostile, value: bytes, adopted: bytes
 ) -> None:
+    """It is ignored, but no reset follows the last number."""
     directory, epoch = hostile.directory, hostile.lease.epoch
     hostile.write("fleet", b"generation", value)
-    with suppress(RecordError):
-        assert 0 <= directory.report_generation(epoch, 7, 7) <= 2**53
+    assert 7 <= directory.report_generation(epoch, 7, 7) < LAST_NUMBER
     hostile.write("adopted", b"%d" % epoch, adopted)
-    with suppress(RecordError):
-        assert all(0 <= n <= 2**53 for n in directory.generation().adopted.values())
+    assert all(0 <= n < LAST_NUMBER for n in directory.generation().adopted.values())
     hostile.write("fleet", b"generation", value)
-    with suppress(RecordError):
-        before = directory.generation().number
-        assert before < directory.reset_generation() <= 2**53
+    before = directory.generation().number
+    if value.isdigit():
+        assert before == (int(value) if int(value) < LAST_NUMBER else 0)
+    if before + 1 == LAST_NUMBER:
+        with pytest.raises(RecordError, match="greater than any may be"):
+            directory.reset_generation()
+    else:
+        assert before < directory.reset_generation() < LAST_NUMBER

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -16,7 +15,9 @@ from ownership.directory.identifiers import NO_EPOCH
 from ownership.directory.redis import RedisDirectory
 from ownership.directory.redis.scripts import fleet_key
 from ownership.member.fleet_worker import FleetWorker
-from tests.ownership.member.ledgers import KV, RunningWorker, change, record_of, until
+from ownership.member.held_lease import lease_clock
+from tests.ownership.member.ledgers import KV, RunningWorker, change, record_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.long
 
@@ -52,6 +53,19 @@ class Fleet:
             and (held.owner, held.token) == (epoch, self.ann.store.tokens.get(what))
             for what, held in zip(IDS, found, strict=True)
         )
+
+    def has_renewed_since(self, asked_s: float) -> Callable[[], bool]:
+        """Return a condition: ann has asked for her lease after this time of its clock, and has it.
+
+        A renewal, or a registration if the directory had forgotten her.
+        """
+
+        def has_renewed() -> bool:
+            lease = self.worker._keeper.lease
+            assert lease is not None
+            return lease._renewed_s > asked_s and self.ann.store.epochs[-1] == lease.epoch
+
+        return has_renewed
 
     def is_own(self, changes: Sequence[ExportChange]) -> Callable[[], bool]:
         """Return whether ann's latest epoch owns them."""
@@ -122,7 +136,7 @@ LOSSES = {
 @pytest.mark.parametrize("what", LOSSES)
 def test_lost_records_are_claimed_again(fleet: Fleet, what: str) -> None:
     LOSSES[what](fleet)
-    time.sleep(LEASE_S / 2)  # a renewal has seen it
+    until(fleet.has_renewed_since(lease_clock()))
     until(fleet.agrees)
     until(lambda: fleet.worker.accepts_claims)
     until(lambda: [worker.peer for worker in fleet.bob.workers().values()] == [b"card"])

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey
-from ownership.directory import ArtifactRecord, ChunkRecords, Claim, Directory, DirectoryLimits
+from ownership.directory import (
+    ArtifactRecord,
+    ChunkRecords,
+    Claim,
+    Directory,
+    DirectoryLimits,
+    GrantOutcome,
+)
 from ownership.directory.memory import MemoryDirectory
 from ownership.directory.redis.encoding import run_entries
 from ownership.directory.redis.scripts import fleet_key, run_starts
@@ -168,3 +175,76 @@ def test_any_claims_and_releases(data: st.DataObject) -> None:
         fleet.check()
     finally:
         fleet.close()
+
+
+@pytest.mark.parametrize("run", [None, b"", b"\1junk"])
+def test_a_sweep_forgets_what_a_lost_run_has_left(fleet: Fleet, run: bytes | None) -> None:
+    fleet.claim(TRUNK, 0, True, False)
+    directory, key = fleet.both[0], lambda name: fleet_key(fleet.bench.fleet, name)
+    with redis.Redis.from_url(shared_server().url) as database:
+        index = database.hgetall(key("chunks"))
+        heads = database.hkeys(key("runs"))
+        lost = max(heads, key=lambda head: len(index[head]))
+        assert len(index[lost]) > 16, "a run of one chunk has no pointers"
+        kept = index.keys() - {index[lost][at : at + 16] for at in range(0, len(index[lost]), 16)}
+        before = int(database.hget(key("fleet"), "fields"))
+        if run is None:
+            database.hdel(key("runs"), lost)
+        else:
+            database.hset(key("runs"), lost, run)
+        # Pointers may come before what they point to.
+        num_forgotten = sum(directory.sweep(10_000) for _ in range(2))
+        assert database.hgetall(key("chunks")) == {x: index[x] for x in kept}
+        assert set(database.hkeys(key("runs"))) == set(heads) - {lost}
+        # A field that the scripts have deleted is no loss, one that was lost is.
+        stored = database.hlen(key("chunks")) + database.hlen(key("runs"))
+        after = int(database.hget(key("fleet"), "fields"))
+        assert num_forgotten == before - after > 0
+        assert after - stored == (1 if run is None else 0)
+        counted = int(database.hget(key("fleet"), "artifacts"))
+        assert abs(counted - len(kept)) <= len(heads), "a run has one field more than chunks"
+
+
+def test_after_a_loss_of_all_runs_a_sweep_makes_room_for_all_claims() -> None:
+    bench = RedisBench(DirectoryLimits(max_artifacts=3 * len(TRUNK)))
+    directory, key = bench.open(), lambda name: fleet_key(bench.fleet, name)
+    epoch = join(directory, "ann", lease_s=1_000.0).epoch
+    artifacts = [ArtifactId(chunk, kind) for chunk in TRUNK for kind in (KV, WINDOW)]
+    parents = [parent for parent in (ROOT, *TRUNK) for _ in (KV, WINDOW)]
+    claims = [Claim(x, copy_of(x), y) for x, y in zip(artifacts, parents, strict=False)]
+    directory.claim_owner(epoch, claims)
+    with redis.Redis.from_url(shared_server().url) as database:
+        database.delete(key("runs"))
+        directory.renew_lease(epoch)
+        assert sum(directory.sweep(10_000) for _ in range(2)) == len(TRUNK)
+        assert database.hget(key("fleet"), "artifacts") == b"0"
+        grants = directory.claim_owner(epoch, claims)
+        assert {grant.outcome for grant in grants} == {GrantOutcome.OWNED}
+        check_stored(bench)
+        directory.release(epoch, {x: y.token for x, y in zip(artifacts, grants, strict=True)})
+        assert database.hget(key("fleet"), "artifacts") == b"0"
+    bench.close()
+
+
+@pytest.mark.parametrize("loss", ["all", "one", "one that another run has by now"])
+def test_a_sweep_forgets_runs_whose_first_chunk_is_lost(fleet: Fleet, loss: str) -> None:
+    first, second = chain("a chain", 2)
+    assert run_starts(first + second) == [0], "the second begins no run"
+    fleet.claim([first], 0, False, False)
+    fleet.claim([second], 0, False, False)
+    directory, key = fleet.both[0], lambda name: fleet_key(fleet.bench.fleet, name)
+    with redis.Redis.from_url(shared_server().url) as database:
+        assert set(database.hkeys(key("runs"))) == {first, second}
+        if loss == "all":
+            database.delete(key("chunks"))
+        else:
+            database.hdel(key("chunks"), second)
+        if loss == "one that another run has by now":
+            fleet.claim([first, second], 1, True, False)
+            assert database.hget(key("chunks"), second) == b"\2" + first
+        num_lost = 2 if loss == "all" else 1
+        assert directory.sweep(10_000) == num_lost
+        assert database.hkeys(key("runs")) == ([] if loss == "all" else [first])
+        if loss == "all":
+            directory.renew_lease(fleet.epochs[0])
+            assert database.hget(key("fleet"), "artifacts") == b"0"

@@ -17,7 +17,7 @@ from hetero_connector.errors import (
 from ownership.directory import Directory, GrantOutcome, Lease
 from ownership.directory.redis import RedisDirectory, RedisMessageLog
 from ownership.directory.redis.message_log import BEGIN
-from tests.ownership.directory.redis.sentinel_fleet import PASSWORD, SentinelFleet, wait_for
+from tests.ownership.directory.redis.sentinel_fleet import PASSWORD, SentinelFleet, until
 from tests.ownership.fleet_bench import KV, artifact, claim, claim_of, join
 from tests.ownership.member.ledgers import RunningWorker, change, record_of
 
@@ -39,7 +39,7 @@ class TestSentinel:
         before = join(directory, "ann", lease_s=600.0)
         token = claim(directory, before, artifact())[0].token
         copied = redis.Redis.from_url(replica.url)
-        wait_for("the claim is replicated", lambda: copied.exists("{heterocache:default}:chunks"))
+        until(lambda: copied.exists("{heterocache:default}:chunks"), "the claim is replicated")
         primary.kill()
         found: list[object] = []
 
@@ -50,7 +50,7 @@ class TestSentinel:
                 return False
             return True
 
-        wait_for("the replica has taken over", is_back)
+        until(is_back, "the replica has taken over")
         assert found[0].token == token  # type: ignore[attr-defined]
         assert claim(directory, before, artifact())[0].token == token
         directory.close()
@@ -60,7 +60,7 @@ class TestSentinel:
         log = RedisMessageLog(fleet.url, DEADLINE_S)
         cursor = log.exchange(b"before", BEGIN).cursor
         copied = redis.Redis.from_url(replica.url)
-        wait_for("it is replicated", lambda: copied.exists("{heterocache:default}:messages"))
+        until(lambda: copied.exists("{heterocache:default}:messages"), "it is replicated")
         primary.kill()
         found: list[bytes] = []
 
@@ -71,7 +71,7 @@ class TestSentinel:
                 return False
             return bool(found)
 
-        wait_for("the replica has taken over", is_back)
+        until(is_back, "the replica has taken over")
         assert found[-1] == b"after"
         assert b"before" not in found
         log.close()
@@ -93,21 +93,21 @@ class TestSentinel:
 
         early, late = range(1, 40), range(100, 140)
         ann.put(*map(change, early))
-        wait_for("ann owns what she has", lambda: all(map(owns, early)))
+        until(lambda: all(map(owns, early)), "ann owns what she has")
         copied = redis.Redis.from_url(replica.url)
-        wait_for("that is replicated", lambda: copied.exists("{heterocache:default}:chunks"))
+        until(lambda: copied.exists("{heterocache:default}:chunks"), "that is replicated")
         copied.config_set("masterauth", "another")
         redis.Redis.from_url(primary.url).client_kill_filter(_type="replica")
-        wait_for(
-            "the replica hears nothing more",
+        until(
             lambda: copied.info("replication")["master_link_status"] == "down",
+            "the replica hears nothing more",
         )
         ann.drop(1)
         ann.put(*map(change, late))
-        wait_for("ann owns more", lambda: all(map(owns, late)) and not owns(1))
+        until(lambda: all(map(owns, late)) and not owns(1), "ann owns more")
         primary.kill()
-        wait_for("what was not replicated is told again", lambda: all(map(owns, late)))
-        wait_for("what was released stays so", lambda: not owns(1) and owns(2))
+        until(lambda: all(map(owns, late)), "what was not replicated is told again")
+        until(lambda: not owns(1) and owns(2), "what was released stays so")
         assert copied.info("replication")["role"] == "master", "else nothing was lost"
         ann.worker.close()
         bob.close()
@@ -137,9 +137,9 @@ class TestCluster:
             clients[1].execute_command("CLUSTER", "ADDSLOTSRANGE", 8192, 16383)
             clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", started[1].port)
             for client in clients:
-                wait_for(
-                    "the Cluster is up",
+                until(
                     lambda c=client: b"cluster_state:ok" in c.execute_command("CLUSTER", "INFO"),
+                    "the Cluster is up",
                 )
             yield started
 

@@ -81,7 +81,7 @@ end
 local function refusal(epoch, now_s)
   local status = status_of(epoch, now_s)
   if status == RETIRED then
-    return redis.error_reply('STALE_EPOCH its worker has registered again')
+    return redis.error_reply('RETIRED_EPOCH its worker has registered again')
   elseif status == ENDED then
     return redis.error_reply('STALE_EPOCH its lease has ended')
   end
