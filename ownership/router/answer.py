@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 
 import aiohttp
+from starlette.responses import Response
 from starlette.types import Send
 
 from ownership.router.doors import Api, Refusal, error_body, error_event
+from ownership.router.metrics import RouterMetrics
 from ownership.router.placer import Placed
 from ownership.router.requests import Headers, named_by_connection
 
@@ -126,6 +128,13 @@ def refusal_headers(refusal: Refusal) -> Headers:
     if refusal.retry_after_s is not None:
         headers.append((b"retry-after", str(refusal.retry_after_s).encode()))
     return headers
+
+
+def refusal_response(refusal: Refusal, metrics: RouterMetrics) -> Response:
+    """Count a refusal, and return it as the answer of a door that no worker serves."""
+    metrics.refused.labels(refusal.reason).inc()
+    headers = {name.decode(): value.decode() for name, value in refusal_headers(refusal)}
+    return Response(error_body(Api.OPENAI, refusal), refusal.status, headers)
 
 
 def _description(placed: Placed) -> bytes:

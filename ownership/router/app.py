@@ -16,9 +16,9 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
+from ownership.router.answer import refusal_response
 from ownership.router.config import RouterConfig
 from ownership.router.discovery import Discovery
-from ownership.router.doors import Api, error_body
 from ownership.router.fleet_page import FleetDoors, FleetState
 from ownership.router.history import History
 from ownership.router.metrics import RouterMetrics
@@ -137,8 +137,7 @@ class _Router:
     async def models(self, request: Request) -> Response:
         """Answer with the models of all workers that serve."""
         if not has_key(dict(request.headers.raw), self._config):
-            body = error_body(Api.OPENAI, NO_KEY)
-            return Response(body, NO_KEY.status, media_type="application/json")
+            return refusal_response(NO_KEY, self.metrics)
         found: dict[str, Any] = {}
         for worker in self._workers:
             if worker.state is WorkerState.UP:

@@ -33,7 +33,8 @@ class Discovery:
         if config.workers_kubernetes is not None:
             self._slices = EndpointSlices(config.workers_kubernetes, session)
         self._pods: list[WorkerAddress] = []
-        self._problem = ""
+        self._problems: dict[str, str] = {}
+        """By source; "" if its last answer was right."""
         self._in_file: tuple[WorkerAddress, ...] = ()
         self._file_version: tuple[int, int, int] | None = None
         self._in_dns: tuple[WorkerAddress, ...] = ()
@@ -65,6 +66,7 @@ class Discovery:
             self._workers.set_addresses(found.values())
 
     def _look_at_file(self, path: Path) -> None:
+        problem = ""
         try:
             about = os.stat(path)
             version = (about.st_mtime_ns, about.st_size, about.st_ino)
@@ -74,7 +76,8 @@ class Discovery:
                 self._in_file = read_workers(path)
                 self._file_version = version
         except (OSError, RouterConfigError) as error:
-            _log.warning("the workers stay as they are: %s", error)
+            problem = str(error)
+        self._tell("workers_file", problem)
 
     async def _ask_dns(self, name: str) -> None:
         host, _, port = name.rpartition(":")
@@ -83,8 +86,9 @@ class Discovery:
                 host.strip("[]"), int(port), type=socket.SOCK_STREAM
             )
         except OSError as error:
-            _log.warning("the workers stay as they are: DNS, %s: %s", host, error)
+            self._tell("workers_dns", f"{host}: {error}")
             return
+        self._tell("workers_dns", "")
         hosts = sorted({str(x[4][0]) for x in answers})
         named = (f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts)
         self._in_dns = tuple(WorkerAddress(x, f"http://{x}") for x in named)
@@ -95,6 +99,10 @@ class Discovery:
             self._pods = await slices.workers()
         except (OSError, ValueError) as error:
             problem = str(error)
-        if problem and problem != self._problem:
-            _log.warning("the workers stay as they are: Kubernetes: %s", problem)
-        self._problem = problem
+        self._tell("workers_kubernetes", problem)
+
+    def _tell(self, source: str, problem: str) -> None:
+        """Log a problem once."""
+        if problem and problem != self._problems.get(source):
+            _log.warning("the workers stay as they are: %s: %s", source, problem)
+        self._problems[source] = problem

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -121,7 +122,9 @@ def _footprint(model: ModelSpec, chunk_tokens: int) -> StateFootprint:
 def _told_costs(answer: object) -> bytes:
     """Return the costs of a worker's first engine. Raises ValueError if it has told none."""
     engines = answer.get("engines") if isinstance(answer, Mapping) else None
-    told = [x["costs"] for x in engines or () if isinstance(x, Mapping) and "costs" in x]
+    if not isinstance(engines, list):
+        raise ValueError("the answer about costs names no engines")
+    told = [x["costs"] for x in engines if isinstance(x, Mapping) and "costs" in x]
     if not told:
         raise ValueError("no engine tells its costs")
     return msgspec.json.encode(told[0])
@@ -130,7 +133,8 @@ def _told_costs(answer: object) -> bytes:
 def _cache_bytes(metrics: object) -> int:
     """Return the size of a worker's DRAM for state by its metrics, the engines together; or 0."""
     found = _DRAM.findall(metrics if isinstance(metrics, str) else "")
-    return int(sum(map(float, found)))
+    total = sum(map(float, found))
+    return int(total) if math.isfinite(total) else 0
 
 
 def page_tokens(metrics: object) -> int:

@@ -23,8 +23,9 @@ from starlette.routing import Route
 from hetero_connector import __version__
 from hetero_connector.live_page.feed import TOO_MANY, Feed, LiveResponse
 from hetero_connector.live_page.page_files import page_files
+from ownership.router.answer import refusal_response
 from ownership.router.config import RouterConfig
-from ownership.router.doors import Api, Reason, Refusal, error_body
+from ownership.router.doors import Reason, Refusal
 from ownership.router.history import Decision, History
 from ownership.router.metrics import RouterMetrics
 from ownership.router.proxy import Proxy
@@ -107,16 +108,16 @@ class FleetDoors:
 
     async def _show(self, request: Request) -> Response:
         if not self._is_allowed(request):
-            return _refused(NO_KEY)
+            return refusal_response(NO_KEY, self._state.metrics)
         event = await self._feed.next()
         body = event.removeprefix(b"data: ").rstrip()
         return Response(body, media_type="application/json", headers={"Cache-Control": "no-store"})
 
     async def _follow(self, request: Request) -> Response:
         if not self._is_allowed(request):
-            return _refused(NO_KEY)
+            return refusal_response(NO_KEY, self._state.metrics)
         if self._feed.is_full:
-            return _refused(Refusal(Reason.QUEUE_FULL, TOO_MANY))
+            return refusal_response(Refusal(Reason.QUEUE_FULL, TOO_MANY), self._state.metrics)
         return LiveResponse(self._feed, request.app)
 
     def _is_allowed(self, request: Request) -> bool:
@@ -183,8 +184,3 @@ def _rows(counter: Counter) -> list[dict[str, Any]]:
     """Return this process's counts, each with its labels."""
     samples = [x for metric in counter.collect() for x in metric.samples]
     return [{**x.labels, "count": x.value} for x in samples if x.name.endswith("_total")]
-
-
-def _refused(refusal: Refusal) -> Response:
-    body = error_body(Api.OPENAI, refusal)
-    return Response(body, refusal.status, media_type="application/json")

@@ -30,6 +30,9 @@ class EndpointSlices:
     ) -> None:
         """`account`: None for `ACCOUNT`."""
         self._service, self._session, self._account = service, session, account or ACCOUNT
+        self._authority: tuple[int, ssl.SSLContext] | None = None
+        """The time at which `ca.crt` was written, and what trusts it. A connection is kept only
+        for the same one."""
 
     async def workers(self) -> list[WorkerAddress]:
         """Return the pods that are ready, and as draining those that are about to end.
@@ -45,7 +48,7 @@ class EndpointSlices:
         # The token is read again each time: it is replaced every hour.
         headers = PLAIN | {"authorization": f"Bearer {self._read('token')}"}
         query = {"labelSelector": f"{_SERVICE_LABEL}={self._service.name}"}
-        authority = ssl.create_default_context(cafile=str(self._account / "ca.crt"))
+        authority = self._trusted()
         timeout = aiohttp.ClientTimeout(_TIMEOUT_S)
         try:
             async with self._session.get(
@@ -84,6 +87,13 @@ class EndpointSlices:
             if port.port is not None and wanted in ("", port.name, str(port.port)):
                 return port.port
         return None
+
+    def _trusted(self) -> ssl.SSLContext:
+        file = self._account / "ca.crt"
+        written_ns = file.stat().st_mtime_ns
+        if self._authority is None or self._authority[0] != written_ns:
+            self._authority = written_ns, ssl.create_default_context(cafile=str(file))
+        return self._authority[1]
 
     def _read(self, name: str) -> str:
         return (self._account / name).read_text().strip()

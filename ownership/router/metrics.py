@@ -31,7 +31,9 @@ class RouterMetrics:
             "connections_refused", "Connections beyond `max_connections`: answered 503, or closed"
         )
         self.retried = counter(
-            "retried", "Requests sent again before their first byte, by the worker lost", ["worker"]
+            "retried",
+            "Requests sent again before their first byte, by the worker that lost or refused them",
+            ["worker"],
         )
         self.cut = counter(
             "cut", "Answers that ended with an error after their first byte, by worker", ["worker"]

@@ -39,6 +39,7 @@ from ownership.scheduling import (
     Placement,
     PlacementAction,
     PlacementDecision,
+    PlacementTerms,
     SchedulingPolicy,
     Step,
     Work,
@@ -66,7 +67,7 @@ class _Session(NamedTuple):
 
     worker: str
     tokens: int
-    """Computed by the turn's end."""
+    """Computed by the turn's end, of one prompt."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -78,6 +79,8 @@ class _Planned(Placed):
     view: PromptView
     decision: PlacementDecision | None
     """None once it is sent: it keeps the view of the whole fleet."""
+    terms: PlacementTerms
+    """The price that was predicted for it."""
     record: DecisionRecord | None = None
     """The line for the decision log; None without one."""
     decoded: Mapping[str, Any] | None = None
@@ -91,14 +94,13 @@ class _Planned(Placed):
         decision = self.decision
         if decision is None:
             return None
-        route = decision.route_of(self.placement)
-        prompt_tokens, predicted = self.step.prompt_tokens, decision.pricing.terms(route)
+        route, prompt_tokens = decision.route_of(self.placement), self.step.prompt_tokens
         return Forecast(
             prompt_tokens,
             min(prompt_tokens, decision.pricing.resume_tokens(route)),
             self.step.prefixes,
-            predicted.ttft_s,
-            predicted._asdict(),
+            self.terms.ttft_s,
+            self.terms._asdict(),
         )
 
     def move(self, worker: Worker) -> None:
@@ -234,7 +236,7 @@ class PolicyPlacer:
         self._ledger.ended(placed, output_tokens, now_s)
         step = placed.step
         if step.session_id and placed.first_byte_s is not None:
-            tokens = step.prompt_tokens + num_events
+            tokens = step.prompt_tokens - placed.view.other_tokens + num_events
             self._sessions[step.session_id] = _Session(placed.worker.name, tokens)
         self._compare(placed, placed.worker, placed.answer_id)
         self._write(placed, now_s, output_tokens if placed.request.is_stream else None)
@@ -294,6 +296,7 @@ class PolicyPlacer:
             decoded = body
             at = by_name[placement.prefill_worker]
             prefill = Prefill(at, prefill_body(request.door.name, body))
+        terms = decision.terms_of(placement)
         return _Planned(
             request,
             by_name[placement.decode_worker],
@@ -301,13 +304,14 @@ class PolicyPlacer:
             certainty=view.certainty,
             reasons=view.reasons,
             action=placement.action,
-            predicted_ttft_s=decision.terms_of(placement).ttft_s,
+            predicted_ttft_s=terms.ttft_s,
             prompt_tokens=sum(chain.num_tokens for chain in view.chains.values()),
             tokenized=sum(chain.tokenized for chain in view.chains.values()),
             session_id=session_id,
             step=step,
             placement=placement,
             decision=decision,
+            terms=terms,
             record=record,
             view=view,
             decoded=decoded,

@@ -49,9 +49,11 @@ _log = logging.getLogger(__name__)
 class _WorkerLostError(Exception):
     """The worker cannot be reached, or did not answer to the end."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Exception, sent_s: float, *, is_passed_on: bool) -> None:
         super().__init__(str(error) or type(error).__name__)
-        self.was_sent = _was_sent(error)
+        self.sent_s = sent_s
+        """The time at which it was passed on to the worker, if it was."""
+        self.was_sent = is_passed_on and _was_sent(error)
         self.can_serve = isinstance(error, aiohttp.ServerDisconnectedError)
         """True if it may have closed a kept connection only, without having seen the request."""
 
@@ -145,12 +147,11 @@ class Proxy:
                 pass
             except _WorkerLostError as lost:
                 _log.warning("worker %s was lost: %s", worker.name, lost)
+                worker.breaker.on_failure(lost.sent_s)
                 if answer.status:
-                    worker.breaker.on_failure()
                     self._metrics.cut.labels(worker.name).inc()
                     await answer.cut(request.door.api, _lost(worker))
                     return
-                worker.breaker.on_failure()
                 request.times_lost += lost.was_sent
                 request.is_whole |= lost.was_sent  # a prefill could end one worker more
                 has_others = bool(self._workers.usable(request, tried))
@@ -209,17 +210,19 @@ class Proxy:
             if len(tried) == 1:
                 self._metrics.wait.observe(exchange.sent_s - arrived_s)
             self._placer.on_sent(placed, exchange.sent_s)
+            sent_s, is_passed_on = exchange.sent_s, False
             try:
                 async with exchange.patience:
                     if placed.prefill is not None:
                         await self.prefill(placed, placed.prefill)
+                    sent_s, is_passed_on = monotonic(), True
                     await self._pass_on(placed, exchange, answer, arrived_s, tried)
             except _BusyError:
                 self._placer.on_failed(placed, monotonic())
                 raise
             except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
                 self._placer.on_failed(placed, monotonic())
-                raise _WorkerLostError(error) from error
+                raise _WorkerLostError(error, sent_s, is_passed_on=is_passed_on) from error
             except BaseException:  # the client has left
                 self._end(placed, answer)
                 raise
@@ -260,7 +263,7 @@ class Proxy:
         except aiohttp.ClientResponseError as error:
             problem = f"status {error.status}"
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            worker.breaker.on_failure()
+            worker.breaker.on_failure(exchange.sent_s)
             problem = str(error) or type(error).__name__
             if _was_sent(error):
                 request.times_lost += 1

@@ -79,10 +79,6 @@ class RouterRequest:
     tried: Container[object] = ()
     """The workers that have lost or refused it: it waits for others."""
 
-    def header(self, name: bytes) -> str | None:
-        """Return the value of a header, by its name in lower case."""
-        return next((v.decode("latin-1") for n, v in self.headers if n == name), None)
-
 
 NO_KEY = Refusal(Reason.WRONG_KEY, "this needs an API key: in Authorization: Bearer, or x-api-key")
 

@@ -19,9 +19,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ownership.router.answer import refusal_headers
+from ownership.router.answer import refusal_response
 from ownership.router.config import RouterConfig
-from ownership.router.doors import DOORS, Api, Reason, Refusal, error_body
+from ownership.router.doors import DOORS, Reason, Refusal
 from ownership.router.metrics import RouterMetrics
 from ownership.router.placer import Placed
 from ownership.router.requests import (
@@ -183,12 +183,9 @@ class SelectionDoors:
                     raise _refused(Reason.WRONG_KEY, "this needs one of the router's API keys")
                 return _json(await act(call))
             except RefusedError as error:
-                refusal = error.refusal
+                return refusal_response(error.refusal, self._metrics)
             except ClientLeftError:
                 return Response(status_code=400)
-            self._metrics.refused.labels(refusal.reason).inc()
-            headers = {n.decode(): v.decode() for n, v in refusal_headers(refusal)}
-            return Response(error_body(Api.OPENAI, refusal), refusal.status, headers)
 
         return answer
 

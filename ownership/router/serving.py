@@ -1,4 +1,4 @@
-"""Serving: uvicorn in one process for each core, all on one port by SO_REUSEPORT."""
+"""Serving: uvicorn in one process or several, all on one port by SO_REUSEPORT."""
 
 from __future__ import annotations
 

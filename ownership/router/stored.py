@@ -24,7 +24,6 @@ _NAMES = (
     "heterocache_read_bytes_total{",
     "heterocache_ssd_written_bytes_total{",
     "vllm:kv_cache_usage_perc{",
-    "vllm:prompt_tokens_by_source_total{",
 )
 _LABEL = re.compile(r'(\w+)="(\w+)"')
 
@@ -49,8 +48,6 @@ class StoredState(msgspec.Struct):
     read_bytes: dict[str, float] = {}
     """Taken from each tier, and from peers, by restores and prefetches."""
     ssd_written_bytes: float = 0.0
-    prompt_tokens: dict[str, float] = {}
-    """By source, as vLLM counts them."""
 
 
 class StoredStates:
@@ -111,8 +108,6 @@ def stored_state(metrics: str, told_s: float) -> StoredState:
         match name.removeprefix("heterocache_"):
             case "vllm:kv_cache_usage_perc":
                 usages.append(value)
-            case "vllm:prompt_tokens_by_source_total":
-                _add(found.prompt_tokens, label.get("source", ""), value)
             case "bytes":
                 stored = found.tiers.setdefault(tier, StoredTier()).bytes
                 _add(stored, label.get("state_type", ""), value)

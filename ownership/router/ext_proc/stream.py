@@ -145,6 +145,7 @@ class Stream:
             endpoint = await _resolved(worker)
             if placed.prefill is not None:
                 await parts.proxy.prefill(placed, placed.prefill)
+            sent_s = monotonic()
             with request.spans.sending(worker.name, "upstream") as span:
                 for reply in self._request_replies(placed, endpoint, given, span.headers):
                     await self._write(reply)
@@ -159,7 +160,7 @@ class Stream:
             request.is_stream &= self._response_mode != BodyMode.NONE
             reservation.free(has_failed=has_failed)
         if answer.status in _LOST:
-            worker.breaker.on_failure()
+            worker.breaker.on_failure(sent_s)
         elif answer.status:
             worker.breaker.on_success()
 

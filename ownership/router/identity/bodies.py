@@ -7,7 +7,7 @@ not understand as vLLM does becomes a `Doubt`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeGuard
 
@@ -19,6 +19,8 @@ from ownership.router.identity.translations import (
 )
 
 Body = Mapping[str, Any]
+CHARACTERS_PER_TOKEN = 4
+"""A guess, for text that is not made into tokens."""
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking")
 """Types of a message's parts that are texts."""
 _MEDIA_KEYS = frozenset(
@@ -77,7 +79,9 @@ class Prompt:
     is_wrapped: bool = False
     """True if the tokenizer's special tokens stand around it."""
     unread: int = 0
-    """Characters after what is known of it."""
+    """Tokens after what is known of it: a guess."""
+    others: int = 0
+    """Tokens of the request's other prompts. A guess where they are text."""
     salt: str | None = None
     model: str | None = None
     """The model that the request names: the served one, or an adapter."""
@@ -114,11 +118,17 @@ def _completion(body: Body) -> list[Prompt]:
         given = [given]
     if not isinstance(given, list) or not given:
         return [Prompt(**_common(body), doubts=(*doubts, Doubt.BODY))]
-    return [_completion_prompt(max(given, key=_length), body, doubts)]
+    longest = max(given, key=_length)
+    others = sum(map(_guessed_tokens, given)) - _guessed_tokens(longest)
+    return [replace(_completion_prompt(longest, body, doubts), others=others)]
 
 
 def _length(given: object) -> int:
     return len(given) if isinstance(given, str | list) else 0
+
+
+def _guessed_tokens(given: object) -> int:
+    return _length(given) // (CHARACTERS_PER_TOKEN if isinstance(given, str) else 1)
 
 
 def _completion_prompt(given: object, body: Body, doubts: tuple[Doubt, ...]) -> Prompt:

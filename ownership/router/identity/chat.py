@@ -13,6 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ownership.router.identity.bodies import TEXT_PARTS, Conversation
+from ownership.router.identity.translations import BILLING
 
 if TYPE_CHECKING:
     from jinja2 import nodes
@@ -23,7 +24,6 @@ _READ_FIELDS = frozenset(
     | {"video_url", "video_embeds", "prompt_cache_breakpoint"}
 )
 """Fields of a part that vLLM knows; templates get the others."""
-_BILLING = "x-anthropic-billing-header"
 _NOT_FOR_TEMPLATES = frozenset(
     {"conversation", "tools", "documents", "chat_template", "tokenize", "padding", "truncation"}
     | {"max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
@@ -160,7 +160,7 @@ def _without_billing(part: Any) -> Any:
     """
     is_text = isinstance(part, dict) and part.get("type") == "text"
     text = part.get("text") if is_text else part
-    if not isinstance(text, str) or not text.startswith(_BILLING):
+    if not isinstance(text, str) or not text.startswith(BILLING):
         return part
     rest = text.partition("\n")[2]
     return {**part, "text": rest} if is_text and rest else rest or None

@@ -32,7 +32,6 @@ _WORDS = frozenset(
     {
         *_CONTRACTIONS,
         _ENDING,
-        "(?i:'s|'t|'re|'ve|'m|'ll|'d)",
         "(?i:[sdmt]|ll|ve|re)",
         "'(?i:[sdmt]|ll|ve|re)",
         r" ?\p{L}+",

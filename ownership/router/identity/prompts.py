@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from ownership.router.identity.bodies import Conversation, Doubt, Prompt, read_prompts
+from ownership.router.identity.bodies import (
+    CHARACTERS_PER_TOKEN,
+    Conversation,
+    Doubt,
+    Prompt,
+    read_prompts,
+)
 from ownership.router.identity.chains import ChainCache, ChainNaming, PromptChain
 from ownership.router.identity.chat import (
     Rendered,
@@ -83,7 +89,8 @@ class PromptIdentity:
         # Tokens may merge over the end of what is known.
         end = self.tokenizer.cuts.last(text)
         doubts = (*prompt.doubts, Doubt.MEDIA)
-        return replace(prompt, text=text[:end], unread=unread, doubts=doubts)
+        tokens = unread // CHARACTERS_PER_TOKEN
+        return replace(prompt, text=text[:end], unread=tokens, doubts=doubts)
 
     def _text(self, conversation: Conversation) -> Rendered:
         """Return a conversation as the model's template renders it. Raises TemplateError."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 Body = Mapping[str, Any]
 Message = dict[str, Any]
 
-_BILLING = "x-anthropic-billing-header"
+BILLING = "x-anthropic-billing-header"
 """The first line of Claude Code's system prompt, another one in each request; vLLM drops it."""
 _IMAGE = {"type": "image_url", "image_url": {"url": ""}}
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
@@ -180,7 +180,7 @@ def _system(given: object) -> str:
     if isinstance(given, str):
         return given
     blocks = given if isinstance(given, list) else []
-    return "".join(text for block in blocks if not (text := _text(block)).startswith(_BILLING))
+    return "".join(text for block in blocks if not (text := _text(block)).startswith(BILLING))
 
 
 def _text(block: object) -> str:
@@ -192,7 +192,7 @@ def _text(block: object) -> str:
 def _add_system(messages: list[Message], content: object) -> bool:
     """Add a system message that is not the first; return False if it changes the tools."""
     if isinstance(content, str):
-        text = "" if content.startswith(_BILLING) else content
+        text = "" if content.startswith(BILLING) else content
     elif isinstance(content, list):
         if any(isinstance(x, Mapping) and x.get("type") in _TOOL_CHANGES for x in content):
             return False

@@ -129,7 +129,7 @@ function judge(view) {
   const refused = causes(counts.refused, "reason");
   rows.push(["Refused", refused ? "warn" : "good", refused || "none", now.refused ? "Requests were refused in the last minutes." : null]);
   const cut = total(counts.cut), retried = total(counts.retried), lost = cut || retried;
-  rows.push(["Lost at workers", lost ? "warn" : "good", lost ? `${count(retried)} sent again, ${count(cut)} cut` : "none", now.lost ? "Workers have lost requests in the last minutes." : null]);
+  rows.push(["Lost or refused by workers", lost ? "warn" : "good", lost ? `${count(retried)} sent again, ${count(cut)} cut` : "none", now.lost ? "Workers have lost or refused requests in the last minutes." : null]);
   const failed = counts.prefills.filter((x) => x.result === "failed");
   if (counts.prefills.length) rows.push(["Prefills elsewhere", total(failed) ? "warn" : "good", `${count(total(counts.prefills))}, ${count(total(failed))} failed`]);
   if (doubts.length) rows.push(["Load of other routers", "warn", doubts.join(", ").replaceAll("_", " "), "Not all of what other routers have under way is known."]);

@@ -94,7 +94,7 @@ class BlockIndex:
     """The blocks of one engine. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._groups: dict[int, _Group] = {}
         self._blocks: dict[Hash, _Block] = {}
         self._by_key: dict[ChunkKey, _Block] = {}
@@ -106,18 +106,20 @@ class BlockIndex:
     @property
     def block_size(self) -> int:
         """The tokens of a full-attention block; 0 before the first one."""
-        return max((x.block_size for x in self._groups.values() if x.kind in _FULL), default=0)
+        with self._lock:
+            return max((x.block_size for x in self._groups.values() if x.kind in _FULL), default=0)
 
     @property
     def is_understood(self) -> bool:
         """False if prefixes cannot be told: a group's kind or size of blocks has no rule here."""
-        size = self.block_size
-        return not size or all(
-            group.block_size == size
-            if group.kind in _FULL
-            else group.block_size % size == 0 and group.kind in {*_WINDOWED, _RECURRENT}
-            for group in self._groups.values()
-        )
+        with self._lock:
+            size = self.block_size
+            return not size or all(
+                group.block_size == size
+                if group.kind in _FULL
+                else group.block_size % size == 0 and group.kind in {*_WINDOWED, _RECURRENT}
+                for group in self._groups.values()
+            )
 
     def apply(self, event: Event) -> None:
         """Take an event, in the order in which they were published."""

@@ -64,7 +64,8 @@ class Checks:
         answer = await ask("GET", "/v1/heterocache/chain", None)
         if not isinstance(answer, Mapping) or not isinstance(answer.get("engines"), list):
             raise ValueError("the answer about chains names no engines")
-        engines = [PublishedChain.of(x) for x in answer["engines"] if "error" not in x]
+        told = [x for x in answer["engines"] if not (isinstance(x, Mapping) and "error" in x)]
+        engines = [PublishedChain.of(x) for x in told]
         if engines:
             names = base_models(await ask("GET", "/v1/models", None))
             engines = [replace(x, base_models=x.base_models | names) for x in engines]
@@ -87,6 +88,8 @@ class Checks:
                 if ours is None or kind is not Kind.TEXT:
                     continue  # the template refuses it there, too, or there is none
                 raise
+            if not isinstance(answer, Mapping):
+                raise ValueError("the answer of /tokenize names no tokens")
             difference = self._views.trust.compare_tokens(
                 server, kind, ours or [], answer.get("tokens")
             )
@@ -104,7 +107,9 @@ class Checks:
             answer = await ask("GET", f"/v1/heterocache/requests/{answer_id}", None)
         except ValueError:
             return None  # it has left the newest 256, or no engine here has the connector
-        reports = list(answer.get("reports", ())) if isinstance(answer, Mapping) else []
+        reports = answer.get("reports", []) if isinstance(answer, Mapping) else None
+        if not isinstance(reports, list) or not all(isinstance(x, Mapping) for x in reports):
+            raise ValueError("the answer about a request lists no reports")
         engines = [x.published for x in self._views.fleet.engines() if x.server == server]
         roots = {(x.root, x.chunk_tokens) for x in engines}
         chains = [c for n, c in view.chains.items() if (n.root, n.chunk_tokens) in roots]

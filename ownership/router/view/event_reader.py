@@ -44,7 +44,7 @@ def event_sources(answer: object, host: str) -> list[EventSource]:
         if not isinstance(config, Mapping) or not isinstance(config.get("endpoint"), str):
             raise ValueError("the answer about KV events names no endpoint")
         if config.get("publisher") == "zmq" and config.get("enable_kv_cache_events", True):
-            replay = _reachable(config.get("replay_endpoint") or "", host)
+            replay = _reachable(str(config.get("replay_endpoint") or ""), host)
             topic = str(config.get("topic") or "")
             found.append(EventSource(_reachable(config["endpoint"], host), replay, topic))
     return found
@@ -108,16 +108,25 @@ class EventReader:
             ready = dict(poller.poll(_POLL_MS))
             now_s = monotonic()
             for connection in connections.values():
-                if connection.replay in ready:
-                    self._read_replay(connection, now_s)
-                if connection.events in ready:
-                    self._read_events(connection, now_s)
-                stream = connection.stream
-                if stream.has_waited(now_s, _ANSWER_S):
-                    stream.on_unanswered(now_s)
-                elif connection.replay is not None and stream.is_unchecked(now_s, _CHECK_S):
-                    self._ask(connection, now_s)
+                try:
+                    self._read(connection, ready, now_s)
+                except Exception:  # a bug: the other engines are read all the same
+                    if connection.stream.is_readable:  # else each poll might log it
+                        endpoint = connection.source.endpoint
+                        _log.exception("KV events of %s are not understood", endpoint)
+                    connection.stream.is_readable = False
         context.destroy(linger=0)
+
+    def _read(self, connection: _Connection, ready: Mapping[Any, int], now_s: float) -> None:
+        if connection.replay in ready:
+            self._read_replay(connection, now_s)
+        if connection.events in ready:
+            self._read_events(connection, now_s)
+        stream = connection.stream
+        if stream.has_waited(now_s, _ANSWER_S):
+            stream.on_unanswered(now_s)
+        elif connection.replay is not None and stream.is_unchecked(now_s, _CHECK_S):
+            self._ask(connection, now_s)
 
     def _connect(
         self,

@@ -1,7 +1,8 @@
 """The order of one engine's event batches: losses are noticed by their numbers, and repeated.
 
-An engine that has started again counts from 0. That is noticed by a lower number, and by an answer
-that lacks the last batch that is known here.
+An engine that has started again counts from 0. That is noticed by an answer that lacks the last
+batch that is known here, and without an answer by a lower number. With one, a lower number says
+nothing: a batch may be repeated before it arrives by itself.
 """
 
 from __future__ import annotations
@@ -68,8 +69,6 @@ class EventStream:
             self._skip_to(number)
             self._apply(payload, now_s)
             return Step.NOTHING
-        if number < self.expected:  # it counts from 0 again
-            self._start_again()
         self._waiting = [(number, payload)]
         return Step.REPLAY
 
@@ -102,6 +101,8 @@ class EventStream:
     def on_unanswered(self, now_s: float) -> None:
         """Nothing is repeated. What is known is uncertain, and goes on with the next batch."""
         heard_s = self._heard_s
+        if not self._is_same and any(x < self.expected for x, _ in self._waiting or ()):
+            self._start_again()  # it counts from 0 again
         self._take_waiting(now_s)
         self.is_whole, self._heard_s = False, heard_s
 
@@ -145,12 +146,11 @@ class EventStream:
         for raw in events:
             try:
                 event = _EVENT.decode(raw)
-            except msgspec.MsgspecError:
+                if isinstance(event, AllBlocksCleared):
+                    self.is_whole = self.is_readable = True
+                self.index.apply(event)
+            except (msgspec.MsgspecError, ValueError):
                 self.is_readable = False
-                continue
-            if isinstance(event, AllBlocksCleared):
-                self.is_whole = self.is_readable = True
-            self.index.apply(event)
 
 
 def _digest(payload: bytes) -> bytes:

@@ -28,8 +28,6 @@ _log = logging.getLogger(__name__)
 _THREADS = 4
 _LIVE_S = 1.0
 """A lease that has ended may be noticed so many seconds later."""
-_CHARACTERS_PER_TOKEN = 4
-"""A guess, for text that is not made into tokens."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,8 @@ class PromptView:
     """One prompt of a request, and the servers that have state of it."""
 
     prompt_tokens: int
-    """0 if it is not known. A guess for what follows the first image, whose own are not counted."""
+    """0 if it is not known. A guess for what follows the first image, whose own are not counted,
+    and for the request's other prompts."""
     prefixes: Mapping[str, WorkerPrefix]
     """The part from which each server can resume, by its name; servers with nothing are left
     out."""
@@ -47,6 +46,8 @@ class PromptView:
     chains: Mapping[ChainNaming, PromptChain] = field(default_factory=dict)
     """The chain by each naming that servers of this fleet have."""
     kind: Kind = Kind.TEXT
+    other_tokens: int = 0
+    """Tokens of the request's other prompts, counted in `prompt_tokens`."""
 
     def with_doubts(self, doubts: Collection[str]) -> PromptView:
         """Return the view, made less certain by further reasons."""
@@ -201,6 +202,8 @@ class PrefixViews:
     async def find(self, path: str, body: object, now_s: float) -> PromptView:
         """Return the view of a request, by its longest prompt. Never raises for a client's body.
 
+        The other prompts count as tokens that no server has.
+
         `body`: the decoded JSON. Tokens are made on another thread.
         """
         loop = asyncio.get_running_loop()
@@ -235,8 +238,8 @@ class PrefixViews:
         reasons |= {x for x in told if x is not None}
         if not groups and not stock:
             reasons.add(Reason.NO_CHAINS)
-        unread = prompt.unread // _CHARACTERS_PER_TOKEN
-        num_tokens = max((x.num_tokens + unread for x in chains.values()), default=0)
+        num_tokens = max((x.num_tokens + prompt.unread for x in chains.values()), default=0)
+        others = prompt.others if chains else 0
         own = {naming: chain for naming, chain in chains.items() if naming in named}
         found = await self._look_up(own, named) if own else None
         prefixes = {x: tokens for x, tokens in by_events.items() if x not in self.fleet.asleep}
@@ -251,7 +254,8 @@ class PrefixViews:
                 knows_anything |= self._note_listed(groups, found.workers, now_s)
                 reasons |= {Reason.NOT_IN_DIRECTORY} if self.unlisted else set()
         sure = certainty(reasons, knows_anything=knows_anything)
-        return PromptView(num_tokens, prefixes, sure, tuple(sorted(reasons)), chains, kind)
+        why = tuple(sorted(reasons))
+        return PromptView(num_tokens + others, prefixes, sure, why, chains, kind, others)
 
     def _note_listed(
         self, groups: Sequence[EngineGroup], workers: Collection[WorkerState], now_s: float
@@ -313,30 +317,30 @@ class PrefixViews:
             return _Found({}, None)
         if self._breaker.admit():
             return Reason.DIRECTORY_LATE
-        until_s = time.monotonic() + self._deadline_s
+        began_s = time.monotonic()
 
         def ask() -> _Found:
             view = directory.lookup(keys)
             return _Found(_prefixes(view, chains, groups), view.workers.values())
 
         asked = self._lookups.submit(ask)
-        asked.add_done_callback(partial(self._on_answer, until_s=until_s))
+        asked.add_done_callback(partial(self._on_answer, began_s=began_s))
         done, _ = await asyncio.wait([asyncio.wrap_future(asked)], timeout=self._deadline_s)
         if not done:
-            self._breaker.on_failure()
+            self._breaker.on_failure(began_s)
             return Reason.DIRECTORY_LATE
         try:
             return done.pop().result()
         except DirectoryError:
             return Reason.DIRECTORY_FAILED
 
-    def _on_answer(self, answer: Future[_Found], until_s: float) -> None:
+    def _on_answer(self, answer: Future[_Found], began_s: float) -> None:
         """Open or close the circuit. Called on the thread that asked."""
         if answer.cancelled():
             return
         if answer.exception() is not None:
-            self._breaker.on_failure()
-        elif time.monotonic() <= until_s:
+            self._breaker.on_failure(began_s)
+        elif time.monotonic() <= began_s + self._deadline_s:
             self._breaker.on_success()
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +14,7 @@ import yaml
 from ownership.router import serving
 from ownership.router.config import RouterConfig, read_config
 from ownership.router.placer import Placer
+from tests.waiting import until
 
 PATIENCE_S = 60.0
 """A deadline that a busy machine does not reach."""
@@ -26,13 +25,6 @@ def config_of(folder: Path, **keys: Any) -> RouterConfig:
     path = folder / "fleet.yaml"
     path.write_text(yaml.safe_dump({"host": "127.0.0.1", "port": 0, "probe_s": 0.05} | keys))
     return read_config(path)
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
 
 
 class RunningRouter:
@@ -51,8 +43,8 @@ class RunningRouter:
 
     def __enter__(self) -> RunningRouter:
         self._thread.start()
-        wait_until(lambda: self._server.started)
-        wait_until(lambda: list(self.states().values()).count("up") == self._num_ready)
+        until(lambda: self._server.started)
+        until(lambda: list(self.states().values()).count("up") == self._num_ready)
         return self
 
     def __exit__(

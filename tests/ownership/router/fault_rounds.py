@@ -32,8 +32,9 @@ import httpx
 from benchmarks.stub_fleet import StubFleet
 from examples.embedded_redis import EmbeddedRedis
 from tests.ownership.directory.redis.sentinel_fleet import SentinelFleet
-from tests.ownership.router.bench import PATIENCE_S, RunningRouter, config_of, wait_until
+from tests.ownership.router.bench import PATIENCE_S, RunningRouter, config_of
 from tests.ownership.router.test_guide import free_ports
+from tests.waiting import until
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 FAULTS = (None, None, None, "refuse", "lose", "cut")
@@ -215,7 +216,7 @@ async def harm(
     elif deed == "kill a router":
         await asyncio.to_thread(second.kill)
         second.start()
-        await asyncio.to_thread(wait_until, second.is_ready)
+        await asyncio.to_thread(until, second.is_ready)
     return deed
 
 
@@ -255,15 +256,15 @@ def run(
         with RunningRouter(config_of(folder, **keys)) as router:
             second = SecondRouter(folder, fleet.urls, redis.url)
             try:
-                wait_until(second.is_ready)
+                until(second.is_ready)
                 client, deeds = asyncio.run(story())
-                wait_until(lambda: set(router.states().values()) == {"up"})
+                until(lambda: set(router.states().values()) == {"up"})
                 for name in router.states():
-                    wait_until(lambda name=name: router.metric("in_flight", worker=name) == 0)
+                    until(lambda name=name: router.metric("in_flight", worker=name) == 0)
                 assert router.metric("queued") == 0
-                wait_until(lambda: router.complete().status_code == 200)
-                wait_until(second.is_ready)
-                wait_until(lambda: router.metric("peers") == 1)
+                until(lambda: router.complete().status_code == 200)
+                until(second.is_ready)
+                until(lambda: router.metric("peers") == 1)
                 client.close()
             finally:
                 second.kill()

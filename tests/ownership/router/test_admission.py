@@ -13,6 +13,7 @@ from ownership.router import admission
 from ownership.router.admission import WEIGHTS, Admission
 from ownership.router.doors import OTHER, Reason
 from ownership.router.requests import Priority, RefusedError, RouterRequest
+from tests.clock import Clock
 
 
 def request(
@@ -278,24 +279,22 @@ def test_without_any_worker_a_request_goes_on_to_be_refused() -> None:
 
 
 def test_retry_after_follows_the_pace_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 0.0
-    monkeypatch.setattr(admission, "monotonic", lambda: now_s)
+    monkeypatch.setattr(admission, "monotonic", clock := Clock(0.0))
 
     async def story() -> None:
-        nonlocal now_s
         bench = Bench(Room(any=0))
         for _ in range(64):  # a quiet night
-            now_s += 60.0
+            clock.passes(60.0)
             bench.admission.left()
         await bench.wait(*[request()] * 50)
         await bench.release()
         assert bench.admission.retry_after_s == 1
         for _ in range(9):
-            now_s += 0.5
+            clock.passes(0.5)
             await bench.release()
         assert bench.admission.retry_after_s == 20
         for _ in range(20):
-            now_s += 100.0
+            clock.passes(100.0)
             await bench.release()
         assert bench.admission.retry_after_s == 60
         for task in bench.tasks:

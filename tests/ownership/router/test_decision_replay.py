@@ -17,10 +17,10 @@ from ownership.simulator.policies import parse_policy
 from ownership.simulator.simulate import simulate
 from ownership.simulator.traces.decision_file import DecisionFile
 from ownership.simulator.traces.router_decisions import read
-from tests.ownership.router.bench import wait_until
 from tests.ownership.router.test_policy_placer import SIZE, KnownFleet, running
 from tests.ownership.scheduling.fleets import fleet_of, worker
 from tests.ownership.simulator.small_fleets import fleet as simulated_fleet
+from tests.waiting import until
 
 TURNS = 4
 SYSTEM = [token % 199 for token in range(3 * SIZE)]
@@ -47,7 +47,7 @@ def test_the_log_is_enough_to_decide_again_and_to_replay(known: KnownFleet) -> N
         thread.start()
     for thread in threads:
         thread.join()
-    wait_until(lambda: len(known.decisions()) == 3 * TURNS)
+    until(lambda: len(known.decisions()) == 3 * TURNS)
     log, policies = DecisionFile(known.lines), OtherPolicies(["ownerserve", "colocated"])
     loads = 0
     for decided in log:
@@ -115,10 +115,10 @@ def test_lines_follow_the_path_of_a_file_that_is_renamed(tmp_path: Path) -> None
     path = tmp_path / "log"
     log = DecisionLog(path)
     log.write(record(), None)
-    wait_until(path.read_bytes)
+    until(path.read_bytes)
     path.rename(tmp_path / "older")
     log.write(record(), None)
-    wait_until(lambda: path.exists() and path.read_bytes())
+    until(lambda: path.exists() and path.read_bytes())
     path.unlink()
     log.write(record(), None)
     log.close()
@@ -135,7 +135,7 @@ def test_each_file_has_the_fleets_of_its_decisions(tmp_path: Path) -> None:
     for line, fleet in zip(decided, (before, before, after, after), strict=True):
         log.note_fleet(fleet, line)
     log.write(decided[0], None)
-    wait_until(lambda: path.read_bytes().count(b"\n") == 2)
+    until(lambda: path.read_bytes().count(b"\n") == 2)
     path.rename(tmp_path / "older")
     for line in (decided[2], decided[1], decided[3]):
         log.write(line, None)
@@ -174,13 +174,13 @@ def test_each_time_that_a_disk_is_full_is_a_warning_and_each_line_lost_is_counte
     for times in (1, 2):
         for _ in range(3):
             log.write(record(), None)
-        wait_until(lambda times=times: len(lost) == 3 * times)
+        until(lambda times=times: len(lost) == 3 * times)
         path.unlink()
         log.write(record(), None)
-        wait_until(lambda: path.exists() and path.read_bytes())
+        until(lambda: path.exists() and path.read_bytes())
         path.unlink()
         path.symlink_to("/dev/full")
-        wait_until(lambda times=times: caplog.text.count("again") == times)
+        until(lambda times=times: caplog.text.count("again") == times)
     log.close()
     assert caplog.text.count("are not all in") == 2
 

@@ -160,7 +160,11 @@ def test_keys_are_checked_and_not_passed_on(start_router: StartRouter, tmp_path:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "first-key"}):
             answer = router.complete(headers=headers)
             assert answer.status_code == 401
-            assert router.client.get("/v1/models", headers=headers).status_code == 401
+            refused = router.metric("refused_total", reason="wrong_key")
+            models = router.client.get("/v1/models", headers=headers)
+            assert models.status_code == 401
+            assert models.headers["x-heterocache-reason"] == "wrong_key"
+            assert router.metric("refused_total", reason="wrong_key") == refused + 1
             assert router.client.post("/sleep", headers=headers).status_code == 401
         for headers in ({"authorization": "Bearer first-key"}, {"x-api-key": "second-key"}):
             assert router.complete(headers=headers).status_code == 200

@@ -17,10 +17,14 @@ import uvicorn
 
 from benchmarks.stub_fleet import StubFleet
 from hetero_connector.errors import RouterConfigError
+from ownership.directory.breaker import FIRST_PAUSE_S, CircuitBreaker
 from ownership.router.ext_proc.messages import NOT_SERVING, SERVING, BodyMode
 from ownership.router.ext_proc.server import PROCESSOR
+from ownership.router.placer import Placed, Prefill
+from ownership.router.proxy import Proxy
 from ownership.router.serving import Server
-from tests.ownership.router.bench import RunningRouter, config_of, wait_until
+from tests.clock import Clock
+from tests.ownership.router.bench import RunningRouter, config_of
 from tests.ownership.router.conftest import StartRouter
 from tests.ownership.router.envoy_calls import (
     BUFFERED,
@@ -34,6 +38,7 @@ from tests.ownership.router.envoy_calls import (
 )
 from tests.ownership.router.known_fleet import PROMPT, KnownFleet, running
 from tests.ownership.router.test_handoffs import ROLES, last_body
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +66,7 @@ def known(fleet: StubFleet, tmp_path: Path) -> Iterator[KnownFleet]:
 def nothing_is_left(router: RunningRouter, fleet: StubFleet) -> Iterator[None]:
     """After each test nothing counts at a worker."""
     yield
-    wait_until(lambda: under_way(router, fleet) == 0)
+    until(lambda: under_way(router, fleet) == 0)
 
 
 def endpoints(fleet: StubFleet) -> list[str]:
@@ -261,11 +266,11 @@ def test_a_request_waits_for_room_and_gets_it(start_router: StartRouter) -> None
         assert second.destination() != worker
         leaving = EnvoyCall(picker)
         leaving.send_request()
-        wait_until(lambda: router.metric("queued") == 1)
+        until(lambda: router.metric("queued") == 1)
         leaving.call.cancel()
-        wait_until(lambda: router.metric("queued") == 0)
+        until(lambda: router.metric("queued") == 0)
         third.send_request()
-        wait_until(lambda: router.metric("queued") == 1)
+        until(lambda: router.metric("queued") == 1)
         first.echo()
         first.serve()
         assert third.destination() == worker
@@ -305,7 +310,7 @@ def test_a_stream_that_ends_anywhere_leaves_nothing(
     else:
         call._messages.put(None)
         list(call.call)
-    wait_until(lambda: under_way(router, fleet) == 0)
+    until(lambda: under_way(router, fleet) == 0)
     if 1 <= steps <= 7 and not is_cancelled:
         assert router.metric("clients_left_total") == left + 1
 
@@ -333,13 +338,62 @@ def test_the_ledger_and_the_decisions_are_those_of_the_proxy(known: KnownFleet) 
             assert headers["x-heterocache-placement"] == "exact; action=colocated_prefill"
             call.answer_body(*[EVENT] * events or [b"{}"])
             call.close()
-    wait_until(lambda: len(known.decisions()) == 3)
+    until(lambda: len(known.decisions()) == 3)
     answered, wrong, failed = known.decisions()
     assert (answered["events"], answered["failed"]) == (5, False)
     assert 0.0 < answered["first_byte_s"] <= answered["total_s"]
     for line in (wrong, failed):
         assert (line["first_byte_s"], line["events"], line["failed"]) == (None, None, True)
     assert known.router.metric("first_byte_seconds_count", path="completions") == 1
+
+
+def test_requests_that_a_worker_fails_together_are_one_failure(
+    known: KnownFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, fail = list[CircuitBreaker](), CircuitBreaker.on_failure
+
+    def noted(breaker: CircuitBreaker, *given: float) -> None:
+        fail(breaker, *given)
+        failed.append(breaker)
+
+    monkeypatch.setattr(CircuitBreaker, "on_failure", noted)
+    with channel(known.router.picker_port) as picker:
+        calls = [EnvoyCall(picker) for _ in range(2)]
+        for call in calls:
+            call.send_request(subset=known.names[:1], prompt=PROMPT, stream=True)
+            assert call.destination() == known.names[0]
+            call.echo()
+        for call in calls:
+            call.answer_head(503)
+            call.answer_body(b"{}")
+            call.close()
+    until(lambda: len(failed) == 2)
+    assert failed[1]._pause_s == FIRST_PAUSE_S
+
+
+def test_a_decoder_that_fails_before_and_after_the_prefill_has_failed_twice(
+    fleet: StubFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, prefill = list[CircuitBreaker](), Proxy.prefill
+
+    async def fail(proxy: Proxy, placed: Placed, to: Prefill) -> None:
+        await prefill(proxy, placed, to)
+        placed.worker.breaker.on_failure()
+        failed.append(placed.worker.breaker)
+
+    monkeypatch.setattr(Proxy, "prefill", fail)
+    with (
+        running(fleet, tmp_path, "static_pd", ROLES, ext_proc_port=0) as known,
+        channel(known.router.picker_port) as picker,
+    ):
+        call = EnvoyCall(picker)
+        call.send_request(prompt=PROMPT, stream=True)
+        assert call.destination() == known.names[1]
+        call.echo()
+        call.answer_head(503)
+        call.answer_body(b"{}")
+        call.close()
+        until(lambda: failed[0]._pause_s == 2 * FIRST_PAUSE_S)
 
 
 def test_an_answer_whose_body_is_not_shown_counts_to_its_end_with_a_guessed_length(
@@ -354,7 +408,7 @@ def test_an_answer_whose_body_is_not_shown_counts_to_its_end_with_a_guessed_leng
         assert known.router.metric("in_flight", worker=worker) == 1
         call.close()
         assert known.router.metric("in_flight", worker=worker) == 0
-    wait_until(known.decisions)
+    until(known.decisions)
     [line] = known.decisions()
     assert line["events"] is None
     assert 0.0 < line["first_byte_s"] <= line["total_s"]
@@ -383,7 +437,7 @@ def test_another_worker_computes_the_prompt_and_the_body_says_so(
         params = {"do_remote_prefill": True, "prefilled_tokens": 7}
         assert json.loads(handed) == json.loads(body) | {"kv_transfer_params": params}
         call.serve()
-        wait_until(known.decisions)
+        until(known.decisions)
         [line] = known.decisions()
         assert (line["worker"], line["prefill_worker"]) == (known.names[1], known.names[0])
 
@@ -424,7 +478,7 @@ def test_two_hundred_requests_at_once_are_all_counted_and_all_freed(
     with ThreadPoolExecutor(200) as pool:
         found = Counter(pool.map(ask, range(200)))
     assert set(found) == set(endpoints(fleet))
-    wait_until(lambda: under_way(router, fleet) == 0)
+    until(lambda: under_way(router, fleet) == 0)
 
 
 def test_a_worker_with_a_name_is_given_by_its_address(
@@ -459,7 +513,7 @@ def test_a_router_that_ends_lets_streams_come_to_their_ends(start_router: StartR
             late.call.cancel()
             return False
 
-        wait_until(is_closed)
+        until(is_closed)
         assert call.answer_body(EVENT) == EVENT
         call.close()
 
@@ -476,7 +530,7 @@ def test_a_router_that_ends_is_not_ready_while_it_ends_http_requests(
         parts = answer.iter_raw()
         next(parts)
         router.end()
-        wait_until(lambda: health(picker, "readiness") == NOT_SERVING)
+        until(lambda: health(picker, "readiness") == NOT_SERVING)
         assert health(picker, "liveness") == SERVING
         assert next(parts)
 
@@ -485,18 +539,17 @@ def test_requests_over_http_and_the_picker_s_have_one_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else a parent of several processes would kill one that has not ended the picker's yet."""
-    now_s = 100.0
+    clock = Clock()
 
     async def drain(server: uvicorn.Server, sockets: object) -> None:
-        nonlocal now_s
-        now_s += 45.0
+        clock.passes(45.0)
 
     monkeypatch.setattr(uvicorn.Server, "shutdown", drain)
-    server = Server(uvicorn.Config("app"), 60.0, lambda: now_s)
+    server = Server(uvicorn.Config("app"), 60.0, clock)
     assert server.grace_s() == 60.0
     asyncio.run(server.shutdown())
     assert server.grace_s() == 15.0
-    now_s += 45.0
+    clock.passes(45.0)
     assert server.grace_s() == 0.0
 
 

@@ -15,9 +15,10 @@ import pytest
 
 from benchmarks.stub_fleet import StubFleet
 from ownership.scheduling.fleet import Role
-from tests.ownership.router.bench import RunningRouter, error_of, seen, wait_until
+from tests.ownership.router.bench import RunningRouter, error_of, seen
 from tests.ownership.router.conftest import StartRouter
 from tests.ownership.router.known_fleet import PROMPT, running
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_a_request_that_ends_workers_ends_two_at_most_over_kept_connections(
             assert router.complete().status_code == 200
         assert router.complete(stub={"fault": "exit"}).status_code == 502
         assert sum(router.metric("retried_total", worker=name) for name in router.states()) == 1
-        wait_until(lambda: sum(x.poll() is not None for x in workers.processes) == 2)
+        until(lambda: sum(x.poll() is not None for x in workers.processes) == 2)
         assert router.complete().status_code == 200
 
 
@@ -96,7 +97,7 @@ def test_a_request_that_ends_its_prefill_worker_ends_one_other_at_most(
         stub = {"fault": fault, "prefill": {"fault": fault}}
         answer = known.router.complete(prompt=PROMPT, stub=stub)
         assert answer.status_code == 502
-        wait_until(lambda: len(known.decisions()) == 1)
+        until(lambda: len(known.decisions()) == 1)
         [line] = known.decisions()
         assert line["prefill_problem"], "no worker computed the prompt for another one"
         assert not any(known.router.metric("retried_total", worker=x) for x in known.names)
@@ -161,7 +162,7 @@ def test_a_long_answer_that_is_cut_is_seen_to_be_cut(
     with pytest.raises(httpx.RemoteProtocolError):
         router.complete(stub={"fault": "cut", "padding": 600_000})
     assert sum(router.metric("cut_total", worker=name) for name in router.states()) == 1
-    wait_until(lambda: router.metric("requests_total", path="completions", status="200") == 1)
+    until(lambda: router.metric("requests_total", path="completions", status="200") == 1)
 
 
 def test_a_stopped_worker_s_requests_go_elsewhere_or_end_with_an_error(
@@ -176,10 +177,10 @@ def test_a_stopped_worker_s_requests_go_elsewhere_or_end_with_an_error(
         send = partial(router.stream, stub=stub)
         threads.append(threading.Thread(target=lambda send=send: texts.append(send())))
         threads[-1].start()
-        wait_until(lambda number=number: total(pair, "/v1/completions") == number)
+        until(lambda number=number: total(pair, "/v1/completions") == number)
     os.kill(stopped.pid, signal.SIGSTOP)
     try:
-        wait_until(lambda: router.states()[name] == "down")
+        until(lambda: router.states()[name] == "down")
         for thread in threads:
             thread.join()
         assert sum(text.endswith("data: [DONE]\n\n") for text in texts) == 3
@@ -188,7 +189,7 @@ def test_a_stopped_worker_s_requests_go_elsewhere_or_end_with_an_error(
         assert router.metric("retried_total", worker=name) == 1
     finally:
         os.kill(stopped.pid, signal.SIGCONT)
-    wait_until(lambda: router.states()[name] == "up")
+    until(lambda: router.states()[name] == "up")
 
 
 def test_a_worker_is_down_while_its_health_says_so(
@@ -197,11 +198,11 @@ def test_a_worker_is_down_while_its_health_says_so(
     router = start_router(workers=pair.urls)
     name = pair.urls[0].removeprefix("http://")
     set_health(pair.urls[0], False)
-    wait_until(lambda: router.states()[name] == "down")
+    until(lambda: router.states()[name] == "down")
     served = {router.complete().headers["x-heterocache-worker"] for _ in range(6)}
     assert served == {pair.urls[1].removeprefix("http://")}
     set_health(pair.urls[0], True)
-    wait_until(lambda: router.states()[name] == "up")
+    until(lambda: router.states()[name] == "up")
     served = {router.complete().headers["x-heterocache-worker"] for _ in range(6)}
     assert len(served) == 2
 
@@ -213,10 +214,10 @@ def test_a_worker_that_comes_back_at_its_address_serves_again(
     for process in pair.processes:
         process.kill()
         process.wait()
-    wait_until(lambda: set(router.states().values()) == {"down"})
+    until(lambda: set(router.states().values()) == {"down"})
     assert router.complete().status_code == 503
     pair.restart(0)
-    wait_until(lambda: "up" in router.states().values())
+    until(lambda: "up" in router.states().values())
     assert router.complete().status_code == 200
 
 
@@ -233,9 +234,9 @@ def test_the_file_of_workers_is_read_again_when_it_changes(
     stub = {"gap_s": 0.1, "events": 20}
     thread = threading.Thread(target=lambda: streamed.append(router.stream(stub=stub)))
     thread.start()
-    wait_until(lambda: total(pair, "/v1/completions") == 1)
+    until(lambda: total(pair, "/v1/completions") == 1)
     file.write_text(json.dumps([two]))
-    wait_until(lambda: router.states() == {"b": "up"})
+    until(lambda: router.states() == {"b": "up"})
     shown = router.client.get("/metrics").text
     assert 'worker_up{worker="b"} 1.0' in shown
     assert 'worker_up{worker="a"}' not in shown, "one that has left is shown"
@@ -245,11 +246,11 @@ def test_the_file_of_workers_is_read_again_when_it_changes(
 
     for text, problem in (("", "it is empty"), ("- nonsense", "'nonsense'")):
         file.write_text(text)
-        wait_until(lambda problem=problem: problem in caplog.text)
+        until(lambda problem=problem: problem in caplog.text)
         assert router.complete().status_code == 200, "a file that cannot be read changes nothing"
     two["drain"] = True
     file.write_text(json.dumps([one, two]))
-    wait_until(lambda: router.states() == {"a": "up", "b": "up"})
+    until(lambda: router.states() == {"a": "up", "b": "up"})
     served = {router.complete().headers["x-heterocache-worker"] for _ in range(6)}
     assert served == {"a"}, "a draining worker got something new"
 
@@ -265,13 +266,22 @@ def test_with_full_workers_requests_wait_and_then_are_refused(
 ) -> None:
     router = start_router(workers=pair.urls, max_in_flight=1, max_queued=2, queue_s=1.5)
     answers: list[httpx.Response] = []
+    threads: list[threading.Thread] = []
 
     def send() -> None:
         answers.append(router.complete(stub={"first_s": 3}))
 
-    threads = [threading.Thread(target=send) for _ in range(8)]
-    for thread in threads:
-        thread.start()
+    def begin(count: int) -> None:
+        begun = [threading.Thread(target=send) for _ in range(count)]
+        threads.extend(begun)
+        for thread in begun:
+            thread.start()
+
+    begin(2)
+    until(lambda: total(pair, "/v1/completions") == 2)
+    begin(2)
+    until(lambda: router.metric("queued") == 2)
+    begin(4)
     for thread in threads:
         thread.join()
     reasons = [x.headers.get("x-heterocache-reason", "") for x in answers]
@@ -314,7 +324,7 @@ def test_a_router_that_ends_lets_streams_end_first(
     thread = threading.Thread(target=lambda: streamed.append(router.stream(stub=stub)))
     before = total(fleet, "/v1/completions")
     thread.start()
-    wait_until(lambda: total(fleet, "/v1/completions") == before + 1)
+    until(lambda: total(fleet, "/v1/completions") == before + 1)
     router.end()
     thread.join()
     assert streamed[0].endswith("data: [DONE]\n\n")

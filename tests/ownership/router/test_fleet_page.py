@@ -20,10 +20,11 @@ from ownership.router import fleet_page
 from ownership.router.fleet_page import PATH, FleetState, copies
 from ownership.router.history import MAX_DECISIONS, Decision
 from ownership.router.stored import stored_state
-from tests.ownership.router.bench import RunningRouter, config_of, wait_until
+from tests.ownership.router.bench import RunningRouter, config_of
 from tests.ownership.router.conftest import StartRouter
 from tests.ownership.router.known_fleet import PROMPT, SIZE, running
 from tests.ownership.router.watched_fleet import WatchedFleet
+from tests.waiting import until
 
 PAGE = Path(fleet_page.__file__).parent / "page"
 DASHBOARD = "/v1/heterocache/dashboard"
@@ -46,7 +47,7 @@ def newest(router: RunningRouter, condition: Any = lambda fleet: True) -> Any:
         found = fleet_of(router)
         return bool(condition(found))
 
-    wait_until(is_so)
+    until(is_so)
     return found
 
 
@@ -217,13 +218,11 @@ class TestRoutersTogether:
         metrics = (
             'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5\n'
             'vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.3\n'
-            'vllm:prompt_tokens_by_source_total{engine="0",source="local_compute"} 7.0\n'
             'heterocache_read_bytes_total{tier="peer",state_type="dense_kv"} 1e3\n'
             'heterocache_read_bytes_total{tier="peer",state_type="window_swa"} 1e3\n'
         )
         found = stored_state(metrics, 1.0)
         assert found.hbm_usage == pytest.approx(0.4)
-        assert found.prompt_tokens == {"local_compute": 7.0}
         assert found.read_bytes == {"peer": 2000.0}
         assert found.tiers == {}
 
@@ -249,7 +248,7 @@ class TestTheEvents:
         router.complete()
         assert not asked.is_set()
         fleet_of(router)
-        wait_until(asked.is_set)
+        until(asked.is_set)
 
     def test_a_router_that_ends_ends_its_events(self, start_router: StartRouter) -> None:
         router = start_router()
@@ -266,7 +265,7 @@ class TestTheEvents:
         monkeypatch.setattr(FleetState, "snapshot", lambda *arguments: "x" * 8_000_000)
         router = start_router()
         viewers = [follow(router) for _ in range(MAX_VIEWERS)]
-        wait_until(lambda: is_served(router))
+        until(lambda: is_served(router))
         for viewer in viewers:
             viewer.close()
 
@@ -277,7 +276,7 @@ class TestTheEvents:
         assert "viewers watch already" in refused.json()["error"]["message"]
         for viewer in viewers:
             viewer.close()
-        wait_until(lambda: is_served(router))
+        until(lambda: is_served(router))
 
 
 class TestKeysAndFiles:
@@ -294,8 +293,11 @@ class TestKeysAndFiles:
     @pytest.mark.parametrize("path", [PATH, f"{PATH}/live"])
     def test_the_data_needs_a_key(self, guarded: RunningRouter, path: str) -> None:
         for headers in ({}, {"authorization": "Bearer wrong"}):
+            before = guarded.metric("refused_total", reason="wrong_key")
             refused = guarded.client.get(path, headers=headers)
             assert refused.status_code == 401
+            assert refused.headers["x-heterocache-reason"] == "wrong_key"
+            assert guarded.metric("refused_total", reason="wrong_key") == before + 1
             assert "workers" not in refused.json()
         allowed = {"authorization": "Bearer right"}
         with guarded.client.stream("GET", path, headers=allowed) as answer:

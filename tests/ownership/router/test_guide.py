@@ -18,7 +18,8 @@ import pytest
 
 from ownership.router.config import KEYS
 from ownership.router.doors import Reason
-from tests.ownership.router.bench import RunningRouter, wait_until
+from tests.ownership.router.bench import RunningRouter
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 GUIDE = (ROOT / "docs/guides/router.md").read_text()
@@ -57,7 +58,7 @@ def test_the_router_can_be_tried_without_an_engine(tmp_path: Path, stack: ExitSt
         words = [with_ports(word) for word in command]
         if words[0] == "curl":
             url = f"http://localhost:{ports['8080']}"
-            wait_until(lambda url=url: is_ready(url))
+            until(lambda url=url: is_ready(url))
             done = subprocess.run(words, capture_output=True, text=True, check=True)
             assert "[DONE]" in done.stdout or '"up"' in done.stdout, done.stdout
         else:

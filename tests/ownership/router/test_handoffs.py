@@ -24,9 +24,10 @@ from ownership.router.handoffs import (
     prefill_parameters,
 )
 from ownership.scheduling.fleet import Role
-from tests.ownership.router.bench import seen, wait_until
+from tests.ownership.router.bench import seen
 from tests.ownership.router.known_fleet import PROMPT, KnownFleet, published, running, worker_of
 from tests.ownership.router.test_streams import begin
+from tests.waiting import until
 
 ROLES = (Role.PREFILL, Role.DECODE, Role.DECODE)
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -96,7 +97,7 @@ def test_one_worker_computes_the_prompt_and_another_answers(
     known.router.client.post(path, json=body)
     handed = {**given, "do_remote_prefill": True, "prefilled_tokens": 7}
     assert last_body(fleet, 1) == body | {"kv_transfer_params": handed}
-    wait_until(lambda: len(known.decisions()) == 2)
+    until(lambda: len(known.decisions()) == 2)
     line = known.decisions()[0]
     assert (line["worker"], line["prefill_worker"]) == (known.names[1], known.names[0])
     assert 0.0 < line["prefill_s"] < line["first_byte_s"]
@@ -111,7 +112,7 @@ def test_no_prompt_is_computed_where_the_other_worker_cannot_find_it(known: Know
     [epoch] = [x for x, y in known.directory.workers().items() if y.name == known.names[0]]
     known.directory.end_lease(epoch)
     told = 'degraded; action=colocated_prefill; reasons="not_in_directory"'
-    wait_until(lambda: known.complete().headers["x-heterocache-placement"] == told)
+    until(lambda: known.complete().headers["x-heterocache-placement"] == told)
     known.directory.register(Worker(known.names[0]), 60.0)
     assert "remote_prefill" in known.complete().headers["x-heterocache-placement"]
 
@@ -130,10 +131,10 @@ def test_no_prompt_is_computed_elsewhere_while_the_directory_does_not_answer(
 
     with monkeypatch.context() as broken:
         broken.setattr(known.directory, "lookup", fail)
-        wait_until(fails_for_both_reasons)  # after an error it is given a pause
+        until(fails_for_both_reasons)  # after an error it is given a pause
     reasons = ("directory_failed", "directory_late")
     assert told == {f'blind; action=colocated_prefill; reasons="{x}"' for x in reasons}
-    wait_until(lambda: "remote_prefill" in known.complete().headers["x-heterocache-placement"])
+    until(lambda: "remote_prefill" in known.complete().headers["x-heterocache-placement"])
 
 
 def test_no_prompt_is_computed_elsewhere_without_a_directory(
@@ -150,11 +151,11 @@ def test_a_prompt_that_was_computed_elsewhere_counts_as_begun_when_that_is_predi
     known: KnownFleet,
 ) -> None:
     with begin(known.router, prompt=PROMPT, stub={"first_s": 600}):
-        wait_until(lambda: busy(known, 1) == 1)
+        until(lambda: busy(known, 1) == 1)
         ledger = known.placer.ledger
         assert ledger is not None
-        wait_until(lambda: ledger.own(known.names[1]).decoding == 1)
-    wait_until(lambda: busy(known, 1) == 0)
+        until(lambda: ledger.own(known.names[1]).decoding == 1)
+    until(lambda: busy(known, 1) == 0)
 
 
 @pytest.mark.parametrize("fault", ["refuse", "fail", "lose", "cut", "exit"])
@@ -169,7 +170,7 @@ def test_a_failed_prefill_is_computed_where_it_is_decoded(
     decoder = known.names.index(worker_of(answer))
     assert decoder > 0
     assert last_body(fleet, decoder) == body, "as the client wrote it"
-    wait_until(lambda: known.decisions())
+    until(lambda: known.decisions())
     [line] = known.decisions()
     assert line["prefill_problem"]
     assert not line["failed"]
@@ -183,7 +184,7 @@ def test_a_prefill_worker_that_hangs_costs_the_time_until_its_probes_fail(
     fleet, known = apart
     fleet.processes[0].send_signal(signal.SIGSTOP)
     assert worker_of(known.complete()) in known.names[1:]
-    wait_until(lambda: known.decisions())
+    until(lambda: known.decisions())
     assert known.decisions()[0]["prefill_problem"]
 
 
@@ -196,9 +197,9 @@ def test_a_client_that_leaves_ends_the_prefill_and_its_decoder_gets_nothing(
     with socket.create_connection(("127.0.0.1", known.router.port)) as client:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
-        wait_until(lambda: busy(known, 0) == busy(known, 1) == 1)
-    wait_until(lambda: busy(known, 0) == busy(known, 1) == 0)
-    wait_until(lambda: seen(fleet.urls[0])["seen"].get("aborted", 0) > aborted)
+        until(lambda: busy(known, 0) == busy(known, 1) == 1)
+    until(lambda: busy(known, 0) == busy(known, 1) == 0)
+    until(lambda: seen(fleet.urls[0])["seen"].get("aborted", 0) > aborted)
     assert seen(fleet.urls[1])["seen"].get("/v1/completions", 0) == before
 
 
@@ -210,7 +211,7 @@ def test_a_decoder_that_dies_during_the_prefill_is_replaced(
     stub = {"prefill": {"first_s": 3.0}}
     asking = threading.Thread(target=lambda: answers.append(known.complete(stub=stub)))
     asking.start()
-    wait_until(lambda: busy(known, 0) == 1)
+    until(lambda: busy(known, 0) == 1)
     [decoder] = [number for number in (1, 2) if busy(known, number) == 1]
     fleet.processes[decoder].kill()
     asking.join()
@@ -236,7 +237,7 @@ def test_a_worker_that_fails_while_the_directory_is_asked_gets_no_request(
     async def find_late(*given: Any) -> Any:
         view = await find(*given)
         fleet.processes[1].kill()
-        await asyncio.to_thread(wait_until, lambda: known.router.states()[gone] == "down")
+        await asyncio.to_thread(until, lambda: known.router.states()[gone] == "down")
         return view
 
     monkeypatch.setattr(known.views, "find", find_late)

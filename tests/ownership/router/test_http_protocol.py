@@ -15,8 +15,9 @@ from benchmarks.stub_fleet import StubFleet
 from ownership.router import open_files
 from ownership.router.http_protocol import MAX_HEAD_BYTES
 from ownership.router.open_files import MAX_EXTRA
-from tests.ownership.router.bench import PATIENCE_S, RunningRouter, config_of, wait_until
+from tests.ownership.router.bench import PATIENCE_S, RunningRouter, config_of
 from tests.ownership.router.conftest import StartRouter
+from tests.waiting import until
 
 LIMIT = 4
 GET = b"GET /health HTTP/1.1\r\nhost: a\r\n"
@@ -216,7 +217,7 @@ def test_beyond_its_connections_a_router_answers_503_and_those_that_are_open_go_
         for client in served:
             client.sendall(GET + b"connection: close\r\n\r\n")
             assert rest_of(client).count(b"HTTP/1.1 200 ") == 2
-    wait_until(lambda: is_served(small))
+    until(lambda: is_served(small))
 
 
 @pytest.mark.parametrize("path", [b"/health", b"/ready", b"/metrics"])
@@ -235,7 +236,7 @@ def test_connections_far_beyond_the_limit_are_closed_and_then_there_is_room_agai
         clients = [stack.enter_context(connect(small)) for _ in range(LIMIT + MAX_EXTRA + 20)]
         assert [read_or_reset(x) for x in clients[-20:]] == [b""] * 20
         assert small.metric("connections_refused_total") >= before + 20
-    wait_until(lambda: is_served(small))
+    until(lambda: is_served(small))
 
 
 def read_or_reset(client: socket.socket) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import os
 import ssl
 import threading
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ from ownership.router import kubernetes
 from ownership.router.config import WorkerAddress
 from ownership.router.config_values import KubernetesService
 from ownership.router.kubernetes import EndpointSlices
-from tests.ownership.router.bench import RunningRouter, config_of, wait_until
+from tests.ownership.router.bench import RunningRouter, config_of
+from tests.waiting import until
 
 TOKEN = "a.service.account"
 
@@ -35,7 +37,7 @@ class ApiServer:
     def __init__(self, folder: Path) -> None:
         self.slices: list[dict[str, Any]] = []
         self.is_allowed = True
-        self.asked = 0
+        self.asked = self.connections = 0
         self.account = folder / "account"
         self.account.mkdir()
         authority = trustme.CA()
@@ -47,6 +49,12 @@ class ApiServer:
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"  # it keeps connections
+
+            def setup(self) -> None:
+                super().setup()
+                outer.connections += 1
+
             def do_GET(self) -> None:
                 status, answer = outer.answer(self.path, self.headers.get("authorization"))
                 body = json.dumps(answer).encode()
@@ -145,6 +153,22 @@ def test_a_refusal_says_what_to_change(api: ApiServer) -> None:
         found(api, KubernetesService("", "llm"))
 
 
+def test_one_connection_is_kept_until_the_authority_is_replaced(api: ApiServer) -> None:
+    async def ask() -> None:
+        async with aiohttp.ClientSession(auto_decompress=False) as session:
+            slices = EndpointSlices(KubernetesService("", "llm"), session, api.account)
+            await slices.workers()
+            await slices.workers()
+            assert api.connections == 1
+            file = api.account / "ca.crt"
+            file.write_bytes(trustme.CA().cert_pem.bytes())
+            os.utime(file, ns=(1, 1))
+            with pytest.raises(OSError, match="certificate"):
+                await slices.workers()
+
+    asyncio.run(ask())
+
+
 def test_wrong_services_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     for wrong, told in [("llm", "works in a pod only"), ("a/b/c", "expected"), (5, "expected")]:
@@ -167,16 +191,16 @@ def test_pods_come_drain_and_go_and_an_api_server_that_fails_takes_none_away(
     with routed(tmp_path) as router:
         assert router.complete().headers["x-heterocache-worker"] == first
         api.slices = [one, two]
-        wait_until(lambda: router.states() == {first: "up", second: "up"})
+        until(lambda: router.states() == {first: "up", second: "up"})
         one["endpoints"][0]["conditions"] = {"ready": False, "serving": True, "terminating": True}
-        wait_until(lambda: {worker(router) for _ in range(6)} == {second})
+        until(lambda: {worker(router) for _ in range(6)} == {second})
         assert router.states() == {first: "up", second: "up"}
         api.is_allowed = False
         asked = api.asked
-        wait_until(lambda: api.asked > asked + 3)
+        until(lambda: api.asked > asked + 3)
         assert worker(router) == second
         api.is_allowed, api.slices = True, [two]
-        wait_until(lambda: router.states() == {second: "up"})
+        until(lambda: router.states() == {second: "up"})
 
 
 def worker(router: RunningRouter) -> str:

@@ -16,8 +16,8 @@ from tests.live_pages import (
     open_with_key,
     type_key,
 )
-from tests.ownership.router.bench import wait_until
 from tests.ownership.router.watched_fleet import WatchedFleet
+from tests.waiting import until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -91,7 +91,20 @@ def test_decisions_appear_and_are_counted_as_in_the_metrics(
         return figure(browser, "#requests-exact b") == sum(float(x.split()[-1]) for x in exact) > 0
 
     assert counted > 0
-    wait_until(are_equal)
+    until(are_equal)
+
+
+def test_a_defect_of_the_page_is_not_taken_for_one_of_the_server(fleet: WatchedFleet) -> None:
+    with Browser() as browser:
+        open_with_key(browser, fleet.page, KEY)
+        browser.evaluate("JSON.parse = () => { throw new Error('a defect of the page'); }; 0")
+        browser.wait("document.querySelector('#connection').textContent === 'page broken'")
+        told = browser.text("#notice")
+        assert told.startswith(
+            "This page cannot show what the server sends: reload it. The figures are those of "
+        )
+        assert "Trying again" not in told
+        assert "a defect of the page" in "".join(browser.problems())
 
 
 @pytest.mark.parametrize("width", [400, 800, 1280])
@@ -123,5 +136,6 @@ def test_a_killed_worker_is_red_and_a_new_one_is_not(fleet: WatchedFleet, browse
 def test_a_router_that_has_ended_is_told(fleet: WatchedFleet, browser: Browser) -> None:
     fleet.routers[0].end()
     browser.wait("document.querySelector('#connection').textContent === 'no connection'")
-    assert "The figures are those of" in browser.text("#notice")
+    notice = browser.text("#notice")
+    assert "Trying again every 2 s. The figures are those of" in notice
     assert browser.evaluate("document.querySelector('#figures').classList.contains('old')")

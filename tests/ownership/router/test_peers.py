@@ -21,8 +21,9 @@ from examples.embedded_redis import EmbeddedRedis
 from ownership.directory.redis import RedisMessageLog
 from ownership.directory.redis.message_log import BEGIN
 from tests.ownership.redis_bench import new_fleet, shared_server
-from tests.ownership.router.bench import PATIENCE_S, RunningRouter, config_of, wait_until
+from tests.ownership.router.bench import PATIENCE_S, RunningRouter, config_of
 from tests.ownership.router.test_guide import CLI, free_ports
+from tests.waiting import until
 
 LONG = {"stream": True, "stub": {"events": 10_000, "gap_s": 0.05}}
 
@@ -66,7 +67,7 @@ def two_routers(
                 folder / name, workers=fleet.urls, directory=directory, directory_s=5.0
             )
             found.append(stack.enter_context(RunningRouter(config)))
-        wait_until(lambda: all(x.metric("peers") == 1 for x in found))
+        until(lambda: all(x.metric("peers") == 1 for x in found))
         yield found[0], found[1]
 
 
@@ -91,7 +92,7 @@ def test_two_routers_place_by_the_load_of_both(fleet: StubFleet, tmp_path: Path)
     url = f"{shared_server().url}?fleet={new_fleet()}"
     with two_routers(fleet, tmp_path, url) as (one, other), ExitStack() as stack:
         busy = stack.enter_context(long_stream(one))
-        wait_until(lambda: other.metric("peer_requests") == 1)
+        until(lambda: other.metric("peer_requests") == 1)
         assert {placed(other)[0] for _ in range(4)} == {x[7:] for x in fleet.urls} - {busy}
         assert "peer" not in placed(other)[1]
 
@@ -102,13 +103,13 @@ def test_without_redis_each_router_goes_on_and_says_so_and_heals(
     with EmbeddedRedis() as server, two_routers(fleet, tmp_path, server.url) as routers:
         server.kill()
         for router in routers:
-            wait_until(lambda router=router: "peers_lost" in placed(router)[1])
-            wait_until(lambda router=router: router.metric("peers") == 0)
+            until(lambda router=router: "peers_lost" in placed(router)[1])
+            until(lambda router=router: router.metric("peers") == 0)
         with long_stream(routers[0]):
             server.start()
-            wait_until(lambda: routers[1].metric("peer_requests") == 1)
+            until(lambda: routers[1].metric("peer_requests") == 1)
             for router in routers:
-                wait_until(lambda router=router: "peer" not in placed(router)[1])
+                until(lambda router=router: "peer" not in placed(router)[1])
 
 
 def start(folder: Path, **keys: Any) -> tuple[subprocess.Popen[bytes], str]:
@@ -141,7 +142,7 @@ def test_when_a_router_is_killed_its_peer_goes_on_without_its_load(
     keys = {"workers": fleet.urls, "directory": url}
     (killed, one), (left, other) = (start(tmp_path / x, **keys) for x in "xy")
     try:
-        wait_until(lambda: is_ready(one) and is_ready(other))
+        until(lambda: is_ready(one) and is_ready(other))
         ended = threading.Event()
 
         def ask() -> None:
@@ -153,10 +154,10 @@ def test_when_a_router_is_killed_its_peer_goes_on_without_its_load(
             ended.set()
 
         threading.Thread(target=ask).start()
-        wait_until(lambda: peer_requests(other) == 1)
+        until(lambda: peer_requests(other) == 1)
         os.kill(killed.pid, signal.SIGKILL)
         assert ended.wait(PATIENCE_S)
-        wait_until(lambda: peer_requests(other) == 0)
+        until(lambda: peer_requests(other) == 0)
         for _ in range(8):
             answer = httpx.post(f"{other}/v1/completions", json={"prompt": "x"}, timeout=60)
             assert answer.status_code == 200

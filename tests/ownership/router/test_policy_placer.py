@@ -30,7 +30,7 @@ from ownership.scheduling.fleet import Role
 from ownership.scheduling.ledger import Ledger
 from ownership.scheduling.registry import POLICIES, scheduling_policy
 from ownership.scheduling.step import Step, WorkerPrefix
-from tests.ownership.router.bench import RunningRouter, config_of, wait_until
+from tests.ownership.router.bench import RunningRouter, config_of
 from tests.ownership.router.known_fleet import (
     PROMPT,
     SIZE,
@@ -45,6 +45,7 @@ from tests.ownership.router.test_workers import workers_of
 from tests.ownership.scheduling.fleets import fleet_of
 from tests.ownership.scheduling.fleets import worker as fleet_worker
 from tests.planner.chains import DENSE, costs_of
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_a_session_stays_where_it_was_served_before_the_directory_knows(known: K
     first, second = sorted(known.names)
     other = threading.Thread(target=lambda: known.complete("other", **slow))
     other.start()
-    wait_until(lambda: known.router.metric("in_flight", worker=first) == 1)
+    until(lambda: known.router.metric("in_flight", worker=first) == 1)
     assert worker_of(known.complete("s")) == second, "the first of them is busy"
     other.join()
     assert {worker_of(known.complete("s")) for _ in range(4)} == {second}
@@ -101,10 +102,42 @@ def test_a_session_stays_where_it_was_served_if_the_view_has_less_of_it(
 
     monkeypatch.setattr(known.views, "find", find)
     test_a_session_stays_where_it_was_served_before_the_directory_knows(known)
-    wait_until(lambda: len(known.decisions()) == 6)
+    until(lambda: len(known.decisions()) == 6)
     last = known.decisions()[-1]
     told = {name: list(prefix) for name in prefixes}
     assert last["prefixes"] == told | {last["worker"]: left}
+
+
+def test_a_session_has_the_longest_of_several_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [
+        PromptView(5_000, {}, Certainty.DEGRADED, ("unchecked",), other_tokens=4_000),
+        PromptView(3_000, {}, Certainty.DEGRADED, ("unchecked",)),
+    ]
+
+    async def find(path: str, body: object, now_s: float) -> PromptView:
+        return seen.pop(0)
+
+    _, workers = workers_of("a")
+    views = PrefixViews(PromptIdentity(None, ChainCache()), FleetChains(), Trust(), None)
+    monkeypatch.setattr(views, "find", find)
+    placer = PolicyPlacer(scheduling_policy("ownerserve", Random(0)), views, WorkerFigures())
+    asked = request()
+    asked.door, asked.headers = DOORS["/v1/completions"], [(b"x-session-id", b"s")]
+
+    async def play() -> Step:
+        first = await placer.place(asked, lambda: workers)
+        assert isinstance(first, _Planned)
+        assert first.step.prompt_tokens == 5_000
+        placer.on_sent(first, 0.0)
+        placer.on_first_byte(first, 0.1)
+        placer.on_ended(first, 7, 0.2)
+        second = await placer.place(asked, lambda: workers)
+        assert isinstance(second, _Planned)
+        return second.step
+
+    step = asyncio.run(play())
+    views.close()
+    assert step.prefixes == {"a": WorkerPrefix(1_007, 0, 1_007)}
 
 
 @pytest.mark.parametrize("reason", [Reason.DIRECTORY_FAILED, Reason.TOKENS_DIFFER])
@@ -153,15 +186,15 @@ def test_an_answer_that_is_not_streamed_counts_as_begun_when_that_is_predicted(
     """Its first byte comes at its end."""
     stub = {"first_s": 600}
     with begin(known.router, prompt=PROMPT, stub=stub, stream=True):
-        wait_until(lambda: sum(known.router.metric("in_flight", worker=x) for x in known.names))
+        until(lambda: sum(known.router.metric("in_flight", worker=x) for x in known.names))
         ledger = known.placer.ledger
         assert ledger is not None
         [streams] = [x for x in known.names if ledger.own(x).prefilling]
         [other] = {*known.names} - {streams}
         with begin(known.router, prompt=PROMPT, stub=stub):
-            wait_until(lambda: ledger.own(other).decoding == 1)
+            until(lambda: ledger.own(other).decoding == 1)
             assert ledger.own(streams).prefilling == 1, "its first token will be seen"
-    wait_until(lambda: len(known.decisions()) == 2)
+    until(lambda: len(known.decisions()) == 2)
     assert [line["first_byte_s"] for line in known.decisions()] == [None, None]
     assert known.router.metric("first_byte_seconds_count", path="completions") == 0
 
@@ -175,7 +208,7 @@ def test_a_body_that_is_no_utf8_goes_to_a_worker_which_says_so(known: KnownFleet
 def test_no_more_tokens_are_expected_than_the_request_allows(known: KnownFleet) -> None:
     for limit in ({"max_tokens": 4}, {"max_tokens": 10**6}, {"max_tokens": "many"}, {}):
         known.complete(**limit)
-    wait_until(lambda: len(known.decisions()) == 4)
+    until(lambda: len(known.decisions()) == 4)
     expected = [line["expected_output_tokens"] for line in known.decisions()]
     assert expected == [4, 256, 256, 256]
 
@@ -216,7 +249,7 @@ def test_each_decision_is_a_line_with_what_was_predicted_and_what_came(known: Kn
     known.store(1, 10)
     known.complete("secret", stream=True, stub={"events": 5})
     known.router.complete("/v1/embeddings", input="x")
-    wait_until(known.decisions)
+    until(known.decisions)
     [line] = known.decisions()
     assert (line["worker"], line["policy"]) == (known.names[1], "ownerserve")
     assert (line["certainty"], line["costs"], line["failed"]) == ("exact", "default", False)
@@ -231,7 +264,7 @@ def test_each_decision_is_a_line_with_what_was_predicted_and_what_came(known: Kn
 def test_each_sending_to_a_worker_that_is_lost_is_a_line(known: KnownFleet) -> None:
     known.store(0, 15)
     assert known.router.complete(prompt=PROMPT, stub={"fault": "lose"}).status_code == 502
-    wait_until(lambda: len(known.decisions()) == 2)
+    until(lambda: len(known.decisions()) == 2)
     found = [(x["worker"], x["failed"]) for x in known.decisions()]
     first, second = known.names
     assert found == [(first, True), (second, True)]
@@ -248,7 +281,7 @@ def test_nothing_is_learned_from_an_answer_that_is_an_error(
     answer = known.router.complete(headers=headers, stub={"fault": "fail"}, **body)
     assert answer.status_code == 500
     known.complete("s", stream=True)
-    wait_until(lambda: len(known.decisions()) == 2)
+    until(lambda: len(known.decisions()) == 2)
     failed, later = known.decisions()
     assert (failed["first_byte_s"], failed["events"], failed["failed"]) == (None, None, True)
     assert later["expected_output_tokens"] == 256
@@ -271,7 +304,7 @@ def test_media_in_a_body_whose_tokens_are_not_known_are_no_text(known: KnownFlee
             body = {"messages": [{"role": "user", "content": [part, text, part]}]}
             content = json.dumps(body, separators=separators)
             assert known.router.client.post(f"/v1/{path}", content=content).status_code == 200
-    wait_until(lambda: len(known.decisions()) == 6)
+    until(lambda: len(known.decisions()) == 6)
     assert all(1_000 <= line["prompt_tokens"] < 1_200 for line in known.decisions())
 
 
@@ -281,7 +314,7 @@ def test_all_policies_place_each_request(policy: str, fleet: StubFleet, tmp_path
         known.store(1, 15)
         for session in ("a", "b", "a"):
             assert worker_of(known.complete(session)) in known.names
-        wait_until(lambda: len(known.decisions()) == 3)
+        until(lambda: len(known.decisions()) == 3)
         assert {x["policy"] for x in known.decisions()} == {policy}
         assert not [x for x in known.decisions() if x["failed"]]
 
@@ -319,6 +352,36 @@ def test_what_workers_tell_of_themselves_is_in_the_view() -> None:
     assert view.hbm_bytes("two") > view.hbm_bytes("one")
     asyncio.run(figures.ask_all({"two": refuse}))
     assert figures.costs_of("one") == "default"
+
+
+@pytest.mark.parametrize(
+    "answer", [{"engines": 5}, 'heterocache_capacity_bytes{tier="dram"} inf', [], 5]
+)
+def test_an_odd_answer_costs_no_other_worker_its_figures(
+    answer: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    figures, told = WorkerFigures(), list[str]()
+
+    async def odd(method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        return answer
+
+    async def ask(method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        await asyncio.sleep(0)
+        told.append(path)
+        return ""
+
+    caplog.set_level("INFO")
+    asyncio.run(figures.ask_all({"odd": odd, "right": ask}))
+    assert told == ["/metrics", "/v1/heterocache/costs"]
+    assert "worker odd has default costs" in caplog.text
+
+
+def test_a_bug_of_the_router_is_no_odd_answer() -> None:
+    async def ask(method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        raise AttributeError("a bug")
+
+    with pytest.raises(AttributeError):
+        asyncio.run(WorkerFigures().ask_all({"one": ask}))
 
 
 def test_costs_are_made_again_when_a_worker_has_learned_and_only_then(
@@ -382,7 +445,7 @@ def test_load_that_other_clients_send_to_a_worker_is_seen(fleet: StubFleet, tmp_
                 parts = answer.iter_raw()
                 next(parts)
                 places = [""] * 6
-                wait_until(lambda p=places, u=idle: placed_next(router, p) == {u[7:]})
+                until(lambda p=places, u=idle: placed_next(router, p) == {u[7:]})
 
 
 def placed_next(router: RunningRouter, places: list[str]) -> set[str]:
@@ -421,6 +484,7 @@ def test_a_prefill_that_fails_after_its_decoder_left_the_fleet_costs_no_answer()
         step=Step(prompt_tokens=10),
         placement=Placement(PlacementAction.REMOTE_PREFILL, "gone", "also gone"),
         view=any_view,
+        terms=any_view,
         decision=None,
         decoded={},
     )

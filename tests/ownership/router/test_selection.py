@@ -21,11 +21,13 @@ from ownership.router.proxy import Proxy
 from ownership.router.reservations import Reservations
 from ownership.router.selection import _excluded, _Selection, worker_id
 from ownership.router.spans import RouterSpans
-from tests.ownership.router.bench import PATIENCE_S, RunningRouter, config_of, wait_until
+from tests.clock import Clock
+from tests.ownership.router.bench import PATIENCE_S, RunningRouter, config_of
 from tests.ownership.router.conftest import StartRouter
 from tests.ownership.router.test_admission import request
 from tests.ownership.router.test_policy_placer import PROMPT, SIZE, KnownFleet, running
 from tests.ownership.router.test_workers import workers_of
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -76,7 +78,7 @@ def test_a_reservation_counts_at_its_worker_until_it_is_freed(known: KnownFleet)
         post(known.router, f"/reservations/{name}/{step}")
     assert known.decisions() == []
     assert free(known.router, name).status_code == 200
-    wait_until(known.decisions)
+    until(known.decisions)
     [line] = known.decisions()
     assert (line["worker"], line["events"]) == (first["worker"], 32)
     assert 0.0 < line["first_byte_s"] <= line["total_s"]
@@ -95,7 +97,7 @@ def test_a_reservation_of_tokens_has_its_first_token_when_its_proxy_says_so(
     second = post(known.router, "/select_and_reserve", **body)
     ledger = known.placer.ledger
     assert ledger is not None
-    wait_until(lambda: ledger.own(second["worker"]).decoding == 1)
+    until(lambda: ledger.own(second["worker"]).decoding == 1)
     assert ledger.own(first["worker"]).prefilling == 1
     for one in (first, second):
         assert free(known.router, one["selection_id"]).status_code == 200
@@ -136,18 +138,18 @@ def test_a_client_that_leaves_while_it_waits_for_room_has_no_reservation(
     head = f"POST /select_and_reserve HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", router.port)) as client:
         client.sendall(head.encode() + body)
-        wait_until(lambda: router.metric("queued") == 1)
+        until(lambda: router.metric("queued") == 1)
     for name in names:
         free(router, name)
-    wait_until(lambda: router.metric("queued") == 0)
-    wait_until(lambda: all(router.metric("in_flight", worker=x) == 0 for x in router.states()))
+    until(lambda: router.metric("queued") == 0)
+    until(lambda: all(router.metric("in_flight", worker=x) == 0 for x in router.states()))
 
 
 def test_a_reservation_that_is_never_freed_ends_with_its_lease(start_router: StartRouter) -> None:
     router = start_router(max_in_flight=1, max_queued=0, lease_s=0.2)
     for _ in range(2):
         post(router, "/select_and_reserve", token_ids=[1], selection_id=None)
-    wait_until(lambda: router.complete(prompt="x").status_code == 200)
+    until(lambda: router.complete(prompt="x").status_code == 200)
 
 
 @pytest.mark.parametrize(
@@ -197,14 +199,12 @@ def workers(router: RunningRouter) -> list[dict[str, Any]]:
 
 
 def test_a_reservation_whose_worker_answers_ends_the_worker_s_pause() -> None:
-    now_s = 100.0
 
     async def story() -> bool:
-        nonlocal now_s
         found, (worker,) = workers_of("one")
-        worker.breaker = CircuitBreaker(lambda: now_s)
+        worker.breaker = CircuitBreaker(clock := Clock())
         worker.breaker.on_failure()
-        now_s += 1.0
+        clock.passes(1.0)
         config, placer = RouterConfig(), LeastLoaded()
         async with aiohttp.ClientSession() as session:
             proxy = Proxy(config, found, placer, session, RouterMetrics(), RouterSpans(""))

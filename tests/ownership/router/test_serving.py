@@ -21,8 +21,9 @@ import pytest
 
 from benchmarks.stub_fleet import StubFleet
 from ownership.router import serving
-from tests.ownership.router.bench import PATIENCE_S, config_of, wait_until
+from tests.ownership.router.bench import PATIENCE_S, config_of
 from tests.ownership.router.test_guide import CLI, free_ports
+from tests.waiting import until
 
 pytestmark = pytest.mark.long
 
@@ -114,8 +115,8 @@ class Processes:
 def running(folder: Path, workers: list[str]) -> Iterator[Processes]:
     router = Processes(folder, workers)
     try:
-        wait_until(lambda: len(router.serving()) == 2)
-        wait_until(lambda: Counter(router.complete() for _ in range(8))[200] == 8)
+        until(lambda: len(router.serving()) == 2)
+        until(lambda: Counter(router.complete() for _ in range(8))[200] == 8)
         yield router
     finally:
         router.parent.kill()
@@ -148,7 +149,7 @@ def test_each_process_shows_its_own_requests_and_says_so(router: Processes) -> N
         shown[fleet["router"]["process"]] = answered
         return len(shown) == 2 and sum(shown.values()) == router.counted()
 
-    wait_until(are_both_shown)
+    until(are_both_shown)
     assert shown.keys() == {x.pid for x in router.serving()}
 
 
@@ -156,8 +157,8 @@ def test_a_process_that_ends_is_started_again(router: Processes) -> None:
     router.config.write_text("a change that is not complete: [")
     one, other = (x.pid for x in router.serving())
     os.kill(one, signal.SIGKILL)
-    wait_until(lambda: {x.pid for x in router.serving()} - {one, other})
-    wait_until(lambda: Counter(router.complete() for _ in range(8))[200] == 8)
+    until(lambda: {x.pid for x in router.serving()} - {one, other})
+    until(lambda: Counter(router.complete() for _ in range(8))[200] == 8)
 
 
 def assert_none_is_left(router: Processes, number: signal.Signals) -> None:
@@ -201,7 +202,7 @@ def test_clients_beyond_the_open_files_take_none_from_requests(
         return client.post("/v1/completions", json={"stub": {"first_s": 0.5}}).status_code
 
     try:
-        wait_until(is_ready)
+        until(is_ready)
         with ExitStack() as stack:
             limits = httpx.Limits(keepalive_expiry=None)
             clients = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
 from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
@@ -19,8 +18,9 @@ from ownership.router.config import WorkerAddress
 from ownership.router.doors import Api, Reason, Refusal
 from ownership.router.placer import Placed
 from ownership.router.workers import Worker
-from tests.ownership.router.bench import RunningRouter, seen, wait_until
+from tests.ownership.router.bench import RunningRouter, seen
 from tests.ownership.router.conftest import StartRouter
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -56,10 +56,10 @@ def test_a_client_that_leaves_ends_the_worker_s_part(
     if is_stream and "gap_s" in stub:
         assert client.recv(100).startswith(b"HTTP/1.1 200 ")
     else:
-        wait_until(lambda: counts(worker).get("/v1/completions"))
+        until(lambda: counts(worker).get("/v1/completions"))
     client.close()
-    wait_until(lambda: counts(worker).get("aborted") == 1)
-    wait_until(lambda: router.metric("clients_left_total") == 1)
+    until(lambda: counts(worker).get("aborted") == 1)
+    until(lambda: router.metric("clients_left_total") == 1)
     (name,) = router.states()
     assert router.metric("in_flight", worker=name) == 0
 
@@ -73,11 +73,11 @@ def test_a_client_that_leaves_after_a_second_request_ends_the_first(
 ) -> None:
     router = start_router(workers=worker.urls)
     client = begin(router, stream=True, stub=stub)
-    wait_until(lambda: counts(worker).get("/v1/completions"))
+    until(lambda: counts(worker).get("/v1/completions"))
     client.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
     client.close()
-    wait_until(lambda: counts(worker).get("aborted") == 1)
-    wait_until(lambda: router.metric("clients_left_total") == 1)
+    until(lambda: counts(worker).get("aborted") == 1)
+    until(lambda: router.metric("clients_left_total") == 1)
     assert not [x for x in caplog.records if x.exc_info], "the router wrote to a closed connection"
 
 
@@ -86,13 +86,13 @@ def test_a_client_that_leaves_the_queue_is_forgotten(
 ) -> None:
     router = start_router(workers=worker.urls, max_in_flight=1)
     first = begin(router, stub={"first_s": 30})
-    wait_until(lambda: counts(worker).get("/v1/completions") == 1)
+    until(lambda: counts(worker).get("/v1/completions") == 1)
     second = begin(router)
-    wait_until(lambda: router.metric("clients_left_total") == 0)
+    until(lambda: router.metric("queued") == 1)
     second.close()
-    wait_until(lambda: router.metric("clients_left_total") == 1)
+    until(lambda: router.metric("clients_left_total") == 1)
     first.close()
-    wait_until(lambda: counts(worker).get("aborted") == 1)
+    until(lambda: counts(worker).get("aborted") == 1)
     assert router.complete().status_code == 200
     assert counts(worker)["/v1/completions"] == 2
 
@@ -104,20 +104,23 @@ def test_a_client_that_does_not_read_holds_the_worker_back(
     router = start_router(workers=worker.urls)
     event, events = 100_000, 2_000
     client = begin(router, stream=True, stub={"events": events, "padding": event})
-    before = -1
-    while (now := counts(worker).get("bytes", 0)) != before or not now:
-        before = now
-        time.sleep(0.3)
-    assert now < 0.2 * event * events
+    written = [0]
+
+    def stands_still() -> bool:
+        written.append(counts(worker).get("bytes", 0))
+        return 0 < written[-2] == written[-1]
+
+    until(stands_still, pause_s=0.3)
+    assert written[-1] < 0.2 * event * events
     client.close()
-    wait_until(lambda: counts(worker).get("aborted") == 1)
+    until(lambda: counts(worker).get("aborted") == 1)
 
 
 def test_a_client_that_never_reads_is_ended(start_router: StartRouter, worker: StubFleet) -> None:
     router = start_router(workers=worker.urls, client_s=1.0)
     with begin(router, stream=True, stub={"events": 5_000, "padding": 100_000}):
-        wait_until(lambda: counts(worker).get("aborted") == 1)
-        wait_until(lambda: router.metric("clients_left_total") == 1)
+        until(lambda: counts(worker).get("aborted") == 1)
+        until(lambda: router.metric("clients_left_total") == 1)
 
 
 # --- Events in pieces -----------------------------------------------------------------------------

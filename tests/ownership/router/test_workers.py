@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from typing import Any
 
 import aiohttp
+import pytest
+from starlette.types import Message
 
-from ownership.directory.breaker import CircuitBreaker
+from ownership.directory.breaker import FIRST_PAUSE_S, CircuitBreaker
+from ownership.router.answer import Answer
 from ownership.router.config import RouterConfig, WorkerAddress
 from ownership.router.doors import Refusal
 from ownership.router.metrics import RouterMetrics
-from ownership.router.placer import Candidates, LeastLoaded, Placed
+from ownership.router.placer import Candidates, LeastLoaded, Placed, Prefill
 from ownership.router.proxy import Proxy
-from ownership.router.requests import RouterRequest
+from ownership.router.requests import RefusedError, RouterRequest
 from ownership.router.spans import RouterSpans
 from ownership.router.workers import Exchange, Worker, WorkerSet, WorkerState
 from tests.ownership.router.bench import PATIENCE_S
@@ -155,6 +160,107 @@ def test_no_worker_gets_more_than_it_has_room_for_while_others_wait() -> None:
 
     seen = asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
     assert (len(seen), max(seen)) == (10, 2)
+
+
+class Meeting(Proxy):
+    """Its workers lose all requests at once, when so many are under way."""
+
+    lost: asyncio.Barrier
+
+    async def _pass_on(self, *given: Any, **more: Any) -> None:
+        await self.lost.wait()
+        raise ConnectionResetError
+
+    async def _prefilled(self, *given: Any, **more: Any) -> bytes:
+        await self.lost.wait()
+        raise ConnectionResetError
+
+
+@pytest.mark.parametrize("is_prefill", [False, True])
+def test_requests_that_are_lost_together_are_one_failure(is_prefill: bool) -> None:
+    async def story() -> Worker:
+        workers = WorkerSet(max_in_flight=6)
+        workers.set_addresses([WorkerAddress("one", "http://one")])
+        [one] = workers
+        one.state = WorkerState.UP
+        async with aiohttp.ClientSession() as session:
+            metrics, spans = RouterMetrics(), RouterSpans("")
+            proxy = Meeting(RouterConfig(), workers, LeastLoaded(), session, metrics, spans)
+            proxy.lost = asyncio.Barrier(6)
+
+            async def lose() -> None:
+                if is_prefill:
+                    await proxy.prefill(Placed(request(), one), Prefill(one, b""))
+                    return
+                with pytest.raises(RefusedError):
+                    await proxy._serve(request(), Answer(send_nothing))
+
+            await asyncio.gather(*(lose() for _ in range(6)))
+        return one
+
+    worker = asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
+    assert worker.breaker._pause_s == FIRST_PAUSE_S
+
+
+async def send_nothing(message: Message) -> None:
+    raise AssertionError("nothing is to be sent")
+
+
+class Prefilling(LeastLoaded):
+    """Another worker computes each prompt."""
+
+    async def place(self, request: RouterRequest, candidates: Candidates) -> Placed | Refusal:
+        placed = await super().place(request, candidates)
+        if isinstance(placed, Placed):
+            placed.prefill = Prefill(placed.worker, b"")
+        return placed
+
+
+class Silencing(Proxy):
+    """Its workers are given up during the prefill."""
+
+    async def prefill(self, placed: Placed, prefill: Prefill) -> None:
+        placed.worker.abandon_silent(math.inf)
+        await asyncio.Event().wait()
+
+
+def test_a_decoder_that_is_silent_during_the_prefill_has_not_had_the_request() -> None:
+    async def story() -> RouterRequest:
+        workers, _ = workers_of("one", "two")
+        asked = request()
+        async with aiohttp.ClientSession() as session:
+            metrics, spans = RouterMetrics(), RouterSpans("")
+            proxy = Silencing(RouterConfig(), workers, Prefilling(), session, metrics, spans)
+            with pytest.raises(RefusedError):
+                await proxy._serve(asked, Answer(send_nothing))
+        return asked
+
+    asked = asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
+    assert (asked.times_lost, asked.is_whole) == (0, False)
+
+
+class Failing(Proxy):
+    """Its workers lose another request during each prefill, and this one after it."""
+
+    async def prefill(self, placed: Placed, prefill: Prefill) -> None:
+        placed.worker.breaker.on_failure()
+
+    async def _pass_on(self, *given: Any, **more: Any) -> None:
+        raise ConnectionResetError
+
+
+def test_a_decoder_that_fails_before_and_after_the_prefill_has_failed_twice() -> None:
+    async def story() -> Worker:
+        workers, (one,) = workers_of("one")
+        async with aiohttp.ClientSession() as session:
+            metrics, spans = RouterMetrics(), RouterSpans("")
+            proxy = Failing(RouterConfig(), workers, Prefilling(), session, metrics, spans)
+            with pytest.raises(RefusedError):
+                await proxy._serve(request(), Answer(send_nothing))
+        return one
+
+    worker = asyncio.run(asyncio.wait_for(story(), PATIENCE_S))
+    assert worker.breaker._pause_s == 2 * FIRST_PAUSE_S
 
 
 def test_a_request_waits_if_all_workers_pause_since_it_was_let_through() -> None:

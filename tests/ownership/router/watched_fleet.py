@@ -24,8 +24,9 @@ from ownership.directory.opening import open_directory
 from ownership.router.identity import ChainCache, PromptIdentity
 from ownership.router.view import FleetChains, PrefixViews, PublishedChain, Trust
 from tests.ownership.redis_bench import new_fleet, shared_server
-from tests.ownership.router.bench import PATIENCE_S, RunningRouter, config_of, wait_until
+from tests.ownership.router.bench import PATIENCE_S, RunningRouter, config_of
 from tests.planner.chains import DENSE
+from tests.waiting import until
 
 CHUNK = 256
 TOKEN_BYTES = 98_304
@@ -81,7 +82,7 @@ class WatchedFleet:
         for name in self.names:
             self._tell(name)
         self.routers = [self._router(x, url) for x in "ab"]
-        wait_until(lambda: all(x.metric("peers") == 1 for x in self.routers))
+        until(lambda: all(x.metric("peers") == 1 for x in self.routers))
         return self
 
     def __exit__(

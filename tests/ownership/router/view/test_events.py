@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,13 +26,15 @@ from ownership.router.view import (
     PrefixViews,
     StockWorkers,
     Trust,
+    block_index,
 )
 from ownership.router.view.block_index import BlockIndex, BlockRemoved, BlockStored, block_naming
 from ownership.router.view.event_reader import EventSource, event_sources
 from ownership.router.view.event_stream import SILENT_S, EventStream, Step
 from ownership.scheduling.step import WorkerPrefix
-from tests.ownership.router.bench import wait_until
+from tests.interleaving import try_every_switch
 from tests.ownership.router.test_guide import free_ports
+from tests.waiting import until
 
 SIZE = 4
 TOKENS = list(range(100, 100 + 8 * SIZE))
@@ -135,39 +137,42 @@ def test_parts_of_blocks_placeholders_and_remote_copies_are_left_out() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 7), st.booleans(), st.booleans()), max_size=16),
+    st.lists(
+        st.tuples(st.integers(0, 7), st.booleans(), st.booleans(), st.booleans()), max_size=16
+    ),
     st.integers(1, 16),
     st.booleans(),
 )
 def test_what_is_lost_is_repeated_or_told(
-    steps: list[tuple[int, bool, bool]], kept: int, restarts: bool
+    steps: list[tuple[int, bool, bool, bool]], kept: int, restarts: bool
 ) -> None:
     """`kept`: the newest batches that the publisher can repeat."""
     truth, stream, published = BlockIndex(), EventStream(0.0), list[bytes]()
     kinds = {theirs.BlockStored: BlockStored, theirs.BlockRemoved: BlockRemoved}
-
-    is_asked = False
+    is_forgotten = False
+    """True if the publisher has not repeated all that it was asked for."""
 
     def replay() -> None:
+        nonlocal is_forgotten
         step = Step.REPLAY
         while step is Step.REPLAY:
             begin = stream.on_asked(1.0)
+            is_forgotten |= begin < len(published) - kept
             for number in range(max(begin, len(published) - kept, 0), len(published)):
                 stream.on_repeated(number, published[number], 1.0)
             step = stream.on_all_repeated(1.0)
 
     replay()
-    for at, (block, is_store, is_lost) in enumerate(steps):
-        if restarts and at == len(steps) // 2:
+    for at, (block, is_store, is_lost, is_asked) in enumerate(steps):
+        has_restarted = restarts and at == len(steps) // 2
+        if has_restarted:
             truth.clear()
             published.clear()
-            is_asked = True  # regularly: before it has published as many as before
         event = stored(0, block + 1) if is_store else removed(block)
         published.append(batch(event, theirs.BlockRemoved([at + 1000], None)))
         truth.apply(msgspec.convert(event, kinds[type(event)], from_attributes=True))
-        if is_asked:
-            is_asked = False
-            replay()
+        if is_asked or has_restarted:  # regularly: before it has published as many as before
+            replay()  # what it repeats may arrive by itself only then
         number = len(published) - 1
         if not is_lost and stream.on_batch(number, published[-1], 1.0) is Step.REPLAY:
             replay()
@@ -176,7 +181,32 @@ def test_what_is_lost_is_repeated_or_told(
     assert stream.expected == len(published)
     if stream.is_whole:
         assert stream.index.prefix(chain.keys) == truth.prefix(chain.keys)
-    assert stream.is_whole or kept < len(published)
+    assert stream.is_whole or is_forgotten
+    assert stream.restarts <= restarts or is_forgotten
+
+
+def test_a_batch_that_arrives_after_it_was_repeated_is_no_restart() -> None:
+    engine = Engine(stored(0, 2))
+    later = batch(stored(2, 3))
+    assert engine.stream.on_asked(0.0) == 0
+    engine.stream.on_repeated(0, batch(stored(0, 2)), 0.0)
+    engine.stream.on_repeated(1, later, 0.0)
+    assert engine.stream.on_all_repeated(0.0) is Step.NOTHING
+    assert engine.stream.on_batch(1, later, 0.0) is Step.REPLAY
+    assert engine.stream.on_asked(0.0) == 1
+    engine.stream.on_repeated(1, later, 0.0)
+    assert engine.stream.on_all_repeated(0.0) is Step.NOTHING
+    assert (engine.stream.restarts, engine.stream.is_whole) == (0, True)
+    assert engine.prefix().hbm_tokens == 3 * SIZE
+
+
+def test_without_an_answer_a_lower_number_is_a_restart() -> None:
+    engine = Engine(stored(0, 2), stored(2, 3))
+    assert engine.stream.on_batch(0, batch(stored(0, 1)), 0.0) is Step.REPLAY
+    engine.stream.on_asked(0.0)
+    engine.stream.on_unanswered(0.0)
+    assert (engine.stream.restarts, engine.stream.is_whole) == (1, False)
+    assert engine.prefix().hbm_tokens == SIZE
 
 
 def test_what_cannot_be_read_is_told() -> None:
@@ -188,6 +218,24 @@ def test_what_cannot_be_read_is_told() -> None:
     assert engine.stream.is_readable
 
 
+def test_a_token_that_is_none_is_told() -> None:
+    wrong = stored(2, 3)
+    wrong.token_ids = [-1] * SIZE
+    engine = Engine(stored(0, 2), wrong)
+    assert not engine.stream.is_readable
+    assert engine.prefix().hbm_tokens == 2 * SIZE
+
+
+def test_groups_may_come_while_they_are_read() -> None:
+    def prepare() -> tuple[Callable[[], object], Callable[[], object]]:
+        index = Engine(stored(0, 2), stored(0, 2, 1, "mamba")).stream.index
+        more = stored(0, 2, 2, "mamba")
+        event = msgspec.convert(more, BlockStored, from_attributes=True)
+        return lambda: (index.block_size, index.is_understood), lambda: index.apply(event)
+
+    assert try_every_switch(prepare, block_index, every=4) > 5
+
+
 class Worker:
     """A stock worker: vLLM's own publisher, and its server's answers."""
 
@@ -197,7 +245,7 @@ class Worker:
         self.start()
 
     def start(self) -> None:
-        wait_until(lambda: all(map(is_free, self._ports)))  # ZMQ closes sockets on its own thread
+        until(lambda: all(map(is_free, self._ports)))  # ZMQ closes sockets on its own thread
         endpoint, replay = (f"tcp://127.0.0.1:{port}" for port in self._ports)
         self._publisher = theirs.ZmqEventPublisher(
             0, endpoint.replace("127.0.0.1", "*"), replay, buffer_steps=self._repeats
@@ -268,14 +316,14 @@ def test_a_router_that_starts_late_knows_what_vllm_has_published() -> None:
     early.publish(stored(0, 2))
     early.publish(stored(2, 3))
     with routed(early=early, late=late) as router:
-        wait_until(lambda: router.seen() == ({"early": 3 * SIZE}, ()))
+        until(lambda: router.seen() == ({"early": 3 * SIZE}, ()))
         late.publish(stored(0, 5))
-        wait_until(lambda: router.seen() == ({"early": 3 * SIZE, "late": 5 * SIZE}, ()))
+        until(lambda: router.seen() == ({"early": 3 * SIZE, "late": 5 * SIZE}, ()))
         early.publish(theirs.AllBlocksCleared())
-        wait_until(lambda: router.seen() == ({"late": 5 * SIZE}, ()))
+        until(lambda: router.seen() == ({"late": 5 * SIZE}, ()))
         del router.servers["late"]
         asyncio.run(router.watch.ask_all())
-        wait_until(lambda: router.seen() == ({}, ()))
+        until(lambda: router.seen() == ({}, ()))
 
 
 def test_events_that_vllm_no_longer_repeats_are_missed_until_it_starts_again() -> None:
@@ -283,11 +331,11 @@ def test_events_that_vllm_no_longer_repeats_are_missed_until_it_starts_again() -
     for begin in range(3):
         worker.publish(stored(begin, begin + 1))
     with routed(one=worker) as router:
-        wait_until(lambda: router.seen() == ({}, ("events_lost",)))
+        until(lambda: router.seen() == ({}, ("events_lost",)))
         worker.stop()
         worker.start()
         worker.publish(stored(0, 2))
-        wait_until(lambda: router.seen() == ({"one": 2 * SIZE}, ()))
+        until(lambda: router.seen() == ({"one": 2 * SIZE}, ()))
         assert router.seen(later_s=SILENT_S + 5.0)[1] == ("events_silent",)
 
 
@@ -297,10 +345,36 @@ def test_an_endpoint_that_is_none_costs_no_other_worker_its_events(endpoint: str
     worker.publish(stored(0, 2))
     with routed(one=worker) as router:
         router.reader.follow("bad", [EventSource(endpoint, endpoint)])
-        wait_until(lambda: router.reader.streams("bad"))
-        wait_until(lambda: router.seen()[0] == {"one": 2 * SIZE})
+        until(lambda: router.reader.streams("bad"))
+        until(lambda: router.seen()[0] == {"one": 2 * SIZE})
         worker.publish(stored(2, 3))
-        wait_until(lambda: router.seen()[0] == {"one": 3 * SIZE})
+        until(lambda: router.seen()[0] == {"one": 3 * SIZE})
+
+
+def test_an_error_with_one_engine_s_events_costs_no_other_its_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = Worker(), Worker()
+    with routed(bad=bad, good=good) as router:
+        until(lambda: router.seen() == ({}, ()))
+        [stream] = router.reader.streams("bad")
+        failures = list[object]()
+
+        def fail(*given: object) -> Step:
+            failures.append(given)
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(stream, "on_batch", fail)
+        bad.publish(stored(0, 1))
+        until(lambda: not stream.is_readable)
+        bad.publish(stored(1, 2))
+        until(lambda: len(failures) == 2)
+        good.publish(stored(0, 2))
+        until(lambda: router.seen()[0].get("good") == 2 * SIZE)
+        assert router.seen()[1] == ("events_unreadable",)
+    [record] = caplog.records
+    assert "are not understood" in record.getMessage()
+    assert record.exc_info is not None
 
 
 def test_questions_that_nothing_takes_are_unanswered() -> None:
@@ -338,12 +412,14 @@ def test_events_arrive_over_ipv6() -> None:
 def test_a_router_without_event_streams_uses_no_cpu_for_them() -> None:
     """A poll of no sockets returns at once."""
     reader = EventReader()
+    assert reader._thread.ident is not None
+    used = time.pthread_getcpuclockid(reader._thread.ident)
     time.sleep(0.05)
-    used_s = -time.process_time()
+    used_s = -time.clock_gettime(used)
     time.sleep(0.4)
-    used_s += time.process_time()
+    used_s += time.clock_gettime(used)
     reader.close()
-    assert used_s < 0.1
+    assert used_s < 0.05
 
 
 def test_sources_are_those_of_the_server_s_answer() -> None:
@@ -351,6 +427,7 @@ def test_sources_are_those_of_the_server_s_answer() -> None:
     for host, found in (("10.0.0.1", "tcp://10.0.0.1:5557"), ("::1", "tcp://[::1]:5557")):
         assert event_sources({"0": shown}, host)[0].endpoint == found
     assert event_sources({"0": {**shown, "publisher": "null"}}, "h") == []
+    assert event_sources({"0": {**shown, "replay_endpoint": 5}}, "h")[0].replay_endpoint == "5"
     for wrong in ([], {"0": {}}, {"0": {"endpoint": 5}}):
         with pytest.raises(ValueError, match="the answer about KV events"):
             event_sources(wrong, "h")

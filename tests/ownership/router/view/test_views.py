@@ -15,7 +15,7 @@ from hetero_connector.errors import DirectoryUnavailableError
 from hetero_connector.session_ids import model_digest, tenant_of
 from hetero_connector.spec import StateType
 from ownership.directory import Claim, Copy, Directory, Worker
-from ownership.directory.breaker import CircuitBreaker
+from ownership.directory.breaker import FIRST_PAUSE_S, CircuitBreaker
 from ownership.directory.memory import MemoryDirectory
 from ownership.router.identity import ChainCache, ModelTokenizer, Prompt, PromptIdentity
 from ownership.router.view import (
@@ -234,6 +234,15 @@ def test_the_length_of_a_prompt_is_guessed_after_its_first_image(fleet: Fleet) -
     assert 0.9 * len(TEXT) / 4 < view.prompt_tokens - chain.num_tokens < 1.1 * len(TEXT) / 4
 
 
+def test_the_other_prompts_of_a_request_count_as_tokens_that_no_server_has(fleet: Fleet) -> None:
+    fleet.add("http://one")
+    fleet.store("a", fleet.find({"prompt": TEXT}), 3)
+    alone, more = (fleet.find({"prompt": x}) for x in (TEXT, [[1] * 400, TEXT, "four" * 100]))
+    assert more.prompt_tokens == alone.prompt_tokens + 500
+    assert (alone.other_tokens, more.other_tokens) == (0, 500)
+    assert more.prefixes == alone.prefixes
+
+
 @pytest.mark.parametrize("tools", [5, True, "f", {"type": "function"}])
 def test_tools_that_are_no_list_are_not_translated(fleet: Fleet, tools: object) -> None:
     fleet.add("http://one")
@@ -378,6 +387,37 @@ def test_what_is_in_another_directory_is_not_known(fleet: Fleet, worker: str) ->
     assert fleet.find({"prompt": TEXT}, now_s=3.0).reasons == ("not_in_directory",)
 
 
+def test_lookups_that_fail_together_are_one_failure(fleet: Fleet) -> None:
+    fleet.add("http://one")
+    both = threading.Barrier(2, timeout=60.0)
+
+    class Failing:
+        def lookup(self, chain: object) -> None:
+            both.wait()
+            raise DirectoryUnavailableError("gone")
+
+    directory: Any = Failing()
+    fleet.views._directory, fleet.views._deadline_s = directory, 60.0
+
+    async def find() -> list[PromptView]:
+        asking = (fleet.views.find("/v1/completions", {"prompt": TEXT}, 1.0) for _ in range(2))
+        return await asyncio.gather(*asking)
+
+    for view in asyncio.run(find()):
+        assert view.reasons == ("directory_failed",)
+    assert fleet.views._breaker._pause_s == FIRST_PAUSE_S
+
+
+def test_a_lookup_that_is_late_and_then_fails_is_one_failure(fleet: Fleet) -> None:
+    fleet.add("http://one")
+    fleet.directory.may_answer.clear()
+    fleet.directory.error = DirectoryUnavailableError("gone")
+    assert fleet.find({"prompt": TEXT}).reasons == ("directory_late",)
+    fleet.directory.may_answer.set()
+    fleet.views._lookups.shutdown()
+    assert fleet.views._breaker._pause_s == FIRST_PAUSE_S
+
+
 def test_an_error_of_the_directory_is_named(fleet: Fleet) -> None:
     fleet.add("http://one")
     fleet.directory.error = DirectoryUnavailableError("gone")
@@ -412,6 +452,45 @@ def test_an_answer_that_is_none_is_refused() -> None:
     for wrong in [{}, {**ANSWER, "format": 2}, {**ANSWER, "root": 5}, {**ANSWER, "model_spec": {}}]:
         with pytest.raises(ValueError, match=r"format|not an engine's answer"):
             PublishedChain.of(wrong)
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        ("/v1/heterocache/chain", {"engines": [5]}),
+        ("/v1/heterocache/chain", {"engines": ["error"]}),
+        ("/tokenize", "text"),
+        ("/v1/heterocache/requests/id", {"reports": ["text"]}),
+        ("/v1/heterocache/requests/id", {"reports": 5}),
+        ("/v1/heterocache/requests/id", []),
+    ],
+)
+def test_an_odd_answer_stops_no_question_to_other_servers(
+    path: str, answer: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet, right = Fleet(), Server(model_tokenizer("llama3"))
+
+    async def odd(method: str, asked: str, body: Mapping[str, Any] | None) -> Any:
+        return answer if asked == path else await right.ask(method, asked, body)
+
+    servers = {"http://odd": odd, "http://right": right.ask}
+    watch = FleetWatch(fleet.views, lambda: servers, clock=lambda: 0.0)
+    talk = {"messages": [{"role": "user", "content": TEXT}]}
+    asyncio.run(watch.ask_all())
+    watch.on_answer("http://odd", "/v1/messages", fleet.find(talk, "/v1/messages"), "id")
+    asyncio.run(watch.ask_all())
+    assert fleet.trust.reason("http://right", Kind.TEXT) is None
+    assert "the prefixes of worker http://odd are uncertain" in caplog.text
+    fleet.views.close()
+
+
+def test_a_bug_of_the_router_is_no_odd_answer() -> None:
+    fleet, server = Fleet(), Server(model_tokenizer("llama3"))
+    server.error = AttributeError("a bug")
+    watch = FleetWatch(fleet.views, lambda: {"http://one": server.ask}, clock=lambda: 0.0)
+    with pytest.raises(AttributeError):
+        asyncio.run(watch.ask_all())
+    fleet.views.close()
 
 
 class Server:

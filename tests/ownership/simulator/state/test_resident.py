@@ -13,6 +13,7 @@ from hetero_connector.store.catalog.eviction import LeafLru, Lru, Value
 from hetero_connector.store.catalog.seconds_saved import default_seconds_saved
 from ownership.simulator.state.resident import ResidentChunks
 from ownership.simulator.state.runs import ChunkSizes, Run
+from tests.clock import Clock
 from tests.ownership.simulator.state.few_chunks import SIZES, names, prompts
 
 
@@ -69,8 +70,8 @@ def test_runs_hold_what_single_chunks_would(texts: list[list[int]], capacity: in
 def test_bytes_are_conserved_and_capacity_holds(
     policy: str, texts: list[list[int]], capacity: int, data: st.DataObject
 ) -> None:
-    now = [0]
-    value = Value(default_seconds_saved.in_prefills, lambda: now[0])
+    clock = Clock(0.0)
+    value = Value(default_seconds_saved.in_prefills, clock)
     made = {"lru": Lru(), "value": value}
     resident = ResidentChunks(
         SIZES, capacity, made[policy], StateType.DENSE_KV,
@@ -78,12 +79,12 @@ def test_bytes_are_conserved_and_capacity_holds(
     )  # fmt: skip
     added = reserved = 0
     for chain in names(texts):
-        now[0] += 1
+        clock.passes(1.0)
         wanted = data.draw(st.integers(0, 40))
         if resident.reserve(wanted):
             reserved += wanted
         boundaries = data.draw(st.sets(st.integers(1, chain.num_blocks)))
-        _, chunks, checkpoints = resident.add(chain, chain.num_blocks, sorted(boundaries), now[0])
+        _, chunks, checkpoints = resident.add(chain, chain.num_blocks, sorted(boundaries), clock())
         added += chunks * SIZES.chunk_bytes + len(checkpoints) * SIZES.checkpoint_bytes
         assert resident.reserved_bytes == reserved
         assert resident.used_bytes == added - resident.evicted_bytes
