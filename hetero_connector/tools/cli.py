@@ -22,12 +22,15 @@ from hetero_connector.tools.command import (
     EXIT_BAD,
     EXIT_OK,
     FLEET,
+    MAX_SECONDS,
     STATE,
     STATUS,
     Json,
     command,
     complain,
+    confirm,
     note,
+    number,
 )
 
 _DISTRIBUTION = "heterocache"
@@ -113,6 +116,8 @@ def inspect(dir: _Stored, as_json: Json = False) -> int:
         print(json.dumps([r.as_json() for r in reports], indent=2))
     elif reports:
         print("\n\n".join(map(inspection.as_text, reports)))
+    if code == EXIT_OK and any(r.side_files.problems for r in reports):
+        return EXIT_BAD
     return code
 
 
@@ -166,6 +171,7 @@ def import_(
     ssd_gib: Annotated[
         float | None,
         typer.Option(
+            parser=number(0.001, 1e6),
             metavar="GIB",
             help="The engine's ssd_gib, if it has one: the size of a directory that is new.",
         ),
@@ -320,19 +326,27 @@ def explain(
     return EXIT_OK
 
 
-@command(app, FLEET, "reset --directory redis://host:6379 --wait 60")
+@command(
+    app,
+    FLEET,
+    "reset --directory redis://host:6379 --wait 60",
+    "reset --directory redis://host:6379 --yes",
+)
 def reset(
     directory: Annotated[str, typer.Option(metavar="URL", help="The fleet's directory, redis://…")],
     wait: Annotated[
         float,
         typer.Option(
+            parser=number(0, MAX_SECONDS),
             metavar="SECONDS",
             help="Wait so long until every engine has done so; exit status 1 if one has not.",
         ),
     ] = 0.0,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Make all engines of a fleet drop what they stored."""
+    """Make all engines of a fleet drop what they stored. It asks first."""
+    from hetero_connector.config_values import without_password
     from ownership.directory.fleet_reset import reset_fleet
     from ownership.directory.opening import open_directory
 
@@ -341,6 +355,9 @@ def reset(
     except ValueError as e:
         return complain(e)
     try:
+        fleet = without_password(directory)
+        if not (yes or confirm(f"Forget everything that is stored by the fleet at {fleet}?")):
+            return complain("nothing was done")
         done = reset_fleet(opened, wait)
     finally:
         opened.close()

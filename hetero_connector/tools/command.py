@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable
-from typing import Annotated, ParamSpec
+from typing import Annotated, Any, ParamSpec
 
 import typer
 
-from hetero_connector.errors import HeteroCacheError
+from hetero_connector.errors import CommandError, HeteroCacheError
 
 EXIT_OK, EXIT_BAD, EXIT_UNUSABLE, EXIT_INTERRUPTED = 0, 1, 2, 130
 STATUS = (
@@ -23,6 +24,8 @@ ENGINES, STATE, FLEET, SIMULATION = (
     "Simulation",
 )
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value to stdout.")]
+MAX_SECONDS = 86_400.0
+"""Longest time that an option takes: a day."""
 
 _Arguments = ParamSpec("_Arguments")
 
@@ -55,6 +58,28 @@ def command(
         return run
 
     return register
+
+
+def number(least: float, most: float) -> Callable[[Any], float]:
+    """Return the parser of an option's number. Unlike a range of click's, it refuses NaN."""
+
+    def parse(text: Any) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not least <= number <= most:
+            raise typer.BadParameter(f"expected a number from {least:g} to {most:g}, got {text}")
+        return number
+
+    return parse
+
+
+def confirm(question: str) -> bool:
+    """Ask the user before everything is forgotten. Raises CommandError if there is none to ask."""
+    if sys.stdin is None or not sys.stdin.isatty():  # None: it is closed, as by `<&-`
+        raise CommandError("this forgets everything stored: add --yes if you mean it")
+    return typer.confirm(question, err=True)
 
 
 def complain(error: Exception | str) -> int:

@@ -40,10 +40,14 @@ from hetero_connector.transfer.base import (
 from hetero_connector.transfer.choose import choose_file_transfer, open_scratch
 from hetero_connector.transfer.nixl_backends import working_backends
 from hetero_connector.transfer.shared_memory import collapses_shared
-from hetero_connector.units import GIB
+from hetero_connector.units import GIB, size_text
 
-_COPY_BYTES = 256 << 20
-_READ_BYTES = 256 << 20
+_TIMED_BYTES = 256 << 20
+"""Bytes that are copied, and read from SSD: more than the caches of processors and disks keep."""
+_MEMORY_BYTES = 64 << 20
+"""Memory that the reads go to; bytes that are copied where memory is short."""
+_SPARE = 4
+"""Memory of so many times a timed array must be available: an engine may need it, too."""
 _SLOW_READ = 0.5e9
 """Bytes per second; below that, computing is usually faster than restoring from SSD."""
 _TIMEOUT_S = 60.0
@@ -200,12 +204,15 @@ def _chosen(setting: Path) -> str:
 
 def time_dram_copy() -> Finding:
     """Time a plain copy in memory, the lower limit of a restore from DRAM."""
-    source, target = _arena(_COPY_BYTES), _arena(_COPY_BYTES)
+    size = _MEMORY_BYTES if _little_memory("DRAM copy", _TIMED_BYTES) else _TIMED_BYTES
+    if little := _little_memory("DRAM copy", size):
+        return little
+    source, target = _arena(size), _arena(size)
     source[:] = 1
     target[:] = 2  # touch both first, so that no page fault is timed
     start = time.perf_counter()
     np.copyto(target, source)
-    speed = _COPY_BYTES / (time.perf_counter() - start)
+    speed = size / (time.perf_counter() - start)
     return Finding("DRAM copy", Status.OK, f"{speed / 1e9:.1f} GB/s")
 
 
@@ -345,13 +352,15 @@ def time_ssd_read(fd: int, directory: Path) -> Finding:
     """Time reads from the SSD, done as the engine does them."""
     name = "SSD read"
     free_it = "free some space on this filesystem or choose another directory"
-    if machine.disk(directory).free_bytes < 2 * _READ_BYTES:
+    if machine.disk(directory).free_bytes < 2 * _TIMED_BYTES:
         return Finding(name, Status.WARN, "not timed: the filesystem is nearly full", free_it)
-    memory = _arena(_READ_BYTES)
-    memory[:] = np.arange(_READ_BYTES // 4, dtype=np.uint32).view(np.uint8)
+    if little := _little_memory(name, _MEMORY_BYTES):
+        return little
+    memory = _arena(_MEMORY_BYTES)
+    memory[:] = np.arange(_MEMORY_BYTES // 4, dtype=np.uint32).view(np.uint8)
     try:
-        os.posix_fallocate(fd, 0, _READ_BYTES)
-        chosen = choose_file_transfer(memory, [OpenFile(fd, _READ_BYTES)], directory)
+        os.posix_fallocate(fd, 0, _TIMED_BYTES)
+        chosen = choose_file_transfer(memory, [OpenFile(fd, _TIMED_BYTES)], directory)
         try:
             _timed(chosen.transfer, Direction.WRITE)
             os.fdatasync(fd)
@@ -360,7 +369,7 @@ def time_ssd_read(fd: int, directory: Path) -> Finding:
             chosen.transfer.close()
     except (OSError, StoreError) as e:
         return Finding(name, Status.FAIL, f"reading and writing {directory} fails: {e}", free_it)
-    speed = _READ_BYTES / took_s
+    speed = _TIMED_BYTES / took_s
     how = f"{speed / 1e9:.2f} GB/s with {chosen.transfer.name} ({chosen.reason})"
     if speed >= _SLOW_READ:
         return Finding(name, Status.OK, how)
@@ -413,9 +422,21 @@ def check_directory(url: str) -> Finding:
     return Finding(name, Status.OK, f"{shown} answers, {num_workers} workers live")
 
 
+def _little_memory(name: str, num_bytes: int) -> Finding | None:
+    """Return the finding that memory is too short for an array of so many bytes; None if not."""
+    free = machine.memory().available_bytes
+    if free >= _SPARE * num_bytes:
+        return None
+    detail = f"not timed: {size_text(free)} of memory are free"
+    advice = f"free {size_text(_SPARE * num_bytes)}: timing takes memory that an engine may need"
+    return Finding(name, Status.WARN, detail, advice)
+
+
 def _timed(transfer: FileTransfer, direction: Direction) -> float:
+    places = range(0, _TIMED_BYTES, _MEMORY_BYTES)
+    extents = [Extent(0, place, 0, _MEMORY_BYTES) for place in places]
     start = time.perf_counter()
-    wait_for(transfer.submit(direction, [Extent(0, 0, 0, _READ_BYTES)]), _TIMEOUT_S)
+    wait_for(transfer.submit(direction, extents), _TIMEOUT_S)
     return time.perf_counter() - start
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,38 +10,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hetero_connector.errors import CommandError
 from hetero_connector.tools.command import (
     ENGINES,
     EXIT_BAD,
     EXIT_OK,
     EXIT_UNUSABLE,
+    MAX_SECONDS,
     Json,
     command,
     complain,
+    confirm,
     note,
+    number,
 )
 
 if TYPE_CHECKING:
     from hetero_connector.tools.engines import RunningEngine
 
 
-def _number(least: float, most: float) -> Callable[[Any], float]:
-    """Return the parser of an option's number. Unlike a range of click's, it refuses NaN."""
-
-    def parse(text: Any) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not least <= number <= most:
-            raise typer.BadParameter(f"expected a number from {least:g} to {most:g}, got {text}")
-        return number
-
-    return parse
-
-
-_SECONDS = _number(0.001, 86_400)
+_SECONDS = number(0.001, MAX_SECONDS)
 _Engine = Annotated[
     str | None,
     typer.Option(
@@ -100,21 +86,22 @@ def status(
 ) -> int:
     """Ask this user's running engines what they store and how they decided."""
     from hetero_connector.tools import engines
-    from hetero_connector.tools.status import show
+    from hetero_connector.tools.status import broken_parts, show
 
-    found = [x.status for x in engines.choose(engine, may_be_all=True)]
+    running, silent = engines.choose(engine, may_be_all=True)
+    found = [x.status for x in running]
     if as_json:
         print(json.dumps(found, indent=2))
     else:
         show(found, decisions)
-    return EXIT_OK
+    return EXIT_BAD if silent or any(map(broken_parts, found)) else EXIT_OK
 
 
 def top(
     engine: _Engine = None,
     interval: Annotated[
         float,
-        typer.Option(parser=_number(0.1, 3_600), metavar="SECONDS", help="Time between two looks."),
+        typer.Option(parser=number(0.1, 3_600), metavar="SECONDS", help="Time between two looks."),
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
 ) -> int:
@@ -122,9 +109,10 @@ def top(
     from hetero_connector.tools import engines
     from hetero_connector.tools.live import watch
 
-    engines.choose(engine, may_be_all=True)
-    watch(engine, interval, once=once)
-    return EXIT_OK
+    found = engines.choose(engine, may_be_all=True)
+    for title in watch(engine, found.running, interval, once=once):
+        note(f"{title} has ended")
+    return EXIT_BAD if once and found.silent else EXIT_OK
 
 
 def clear(
@@ -154,7 +142,8 @@ def clear(
         )
 
     def is_sure(engines: Sequence[RunningEngine]) -> bool:
-        return not everything or yes or _confirm([x.title for x in engines])
+        titles = ", ".join(x.title for x in engines)
+        return not everything or yes or confirm(f"Forget everything that is stored by {titles}?")
 
     def told(answer: Mapping[str, Any]) -> tuple[bool, str]:
         kept = answer.get("kept", True)
@@ -262,7 +251,7 @@ def scrub(
     rate: Annotated[
         float,
         typer.Option(
-            parser=_number(0.001, 1e6),
+            parser=number(0.001, 1e6),
             metavar="MIB_PER_S",
             help="Read so much in a second at most.",
         ),
@@ -291,7 +280,7 @@ def timeline(
     ),
     seconds: Annotated[
         float,
-        typer.Option(parser=_number(0.1, 60), metavar="SECONDS", help="Record for so long."),
+        typer.Option(parser=number(0.1, 60), metavar="SECONDS", help="Record for so long."),
     ] = 5.0,
     engine: _Engine = None,
 ) -> int:
@@ -299,14 +288,16 @@ def timeline(
     from hetero_connector.tools import engines
     from hetero_connector.tools.recording import timeline_of
 
-    found = engines.choose(engine, may_be_all=True)
+    found, silent = engines.choose(engine, may_be_all=True)
+    if not found:
+        return EXIT_BAD
     try:
         out.touch()  # fails before the recording, not after it
         answers = engines.do(found, {"do": "record", "seconds": seconds}, seconds)
         timeline_of({x.title: y for x, y in zip(found, answers, strict=True)}).write(out)
     except OSError as error:
         return complain(error)
-    code = EXIT_OK
+    code = EXIT_BAD if silent else EXIT_OK
     for x, answer in zip(found, answers, strict=True):
         if problem := answer.get("error"):
             note(f"{x.title}: {problem}")
@@ -352,7 +343,11 @@ def _carry_out(
     from hetero_connector.tools import engines
 
     try:
-        chosen = engines.choose(name)
+        chosen = engines.choose(name).running
+        if not chosen:
+            if as_json:
+                print("[]")
+            return EXIT_BAD
         if not is_sure(chosen):
             return complain("nothing was done")
         order = {k: v for k, v in {**order, **encoded(chosen)}.items() if v is not None}
@@ -370,10 +365,3 @@ def _carry_out(
         about = ({"engine": x.status["engine"]["engine"]} for x in chosen)
         print(json.dumps([{**x, **y} for x, y in zip(about, answers, strict=True)], indent=2))
     return code
-
-
-def _confirm(titles: Sequence[str]) -> bool:
-    """Ask the user. Raises CommandError if there is none to ask."""
-    if not sys.stdin.isatty():
-        raise CommandError("this forgets everything stored: add --yes if you mean it")
-    return typer.confirm(f"Forget everything that is stored by {', '.join(titles)}?", err=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hetero_connector.engine.scheduler.status_socket import ask
 from hetero_connector.engine.startup.rendezvous import status_paths
@@ -41,32 +42,74 @@ class RunningEngine:
         return name in names or (ssd_dir is not None and Path(name).absolute() == Path(ssd_dir))
 
 
-def find(name: str | None = None) -> list[RunningEngine]:
-    """Return the engines that answer, or those of them with this name.
+class Found(NamedTuple):
+    """Engines of this user on this machine."""
 
-    Engines that were killed are left out, and so is one that hangs, with a note.
-    """
-    found = [x for x in _running() if name is None or x.is_named(name)]
-    return sorted(found, key=lambda x: (x.status["engine"]["started"], x.socket))
+    running: list[RunningEngine]
+    silent: list[Path]
+    """The sockets of engines that do not answer: what they are called is unknown."""
 
 
-def choose(name: str | None, *, may_be_all: bool = False) -> list[RunningEngine]:
+def find() -> Found:
+    """Return the engines that run. Those that were killed are left out."""
+    answers = ask_all(dict.fromkeys(status_paths(), "status"))
+    running = [RunningEngine(path, x) for path, x in answers.items() if x and "engine" in x]
+    running.sort(key=lambda x: (x.status["engine"]["started"], x.socket))
+    return Found(running, [path for path, x in answers.items() if x is None])
+
+
+def choose(name: str | None, *, may_be_all: bool = False) -> Found:
     """Return the engines with this name; None: the only one, or all of them if it `may_be_all`.
 
-    Raises CommandError for none, StoreError if the folder of their sockets is not this user's own.
+    Those that do not answer are noted. They are returned if they may be meant: without a name, or
+    if no engine that answers has it. Raises CommandError for none, StoreError if the folder of
+    their sockets is not this user's own.
     """
-    engines = find()
-    if not engines:
-        raise CommandError("no engine of this user runs on this machine with HeteroConnector")
+    engines, silent = find()
+    for path in silent:
+        note(f"the engine at {path} hangs, it does not answer")
     chosen = [x for x in engines if name is None or x.is_named(name)]
+    if not chosen and silent:
+        return Found([], silent)
+    if not engines:
+        raise CommandError(
+            "no engine of this user runs on this machine with HeteroConnector, or its socket is "
+            f"not in {tempfile.gettempdir()}: set TMPDIR as the engine has it; in a container, run "
+            "this inside; to a systemd unit with PrivateTmp give a TMPDIR elsewhere"
+        )
     known = "; ".join(x.title for x in engines)
     if not chosen:
         raise CommandError(f"no running engine is called {name!r}: there are {known}")
-    if name is None and len(chosen) > 1 and not may_be_all:
+    if name is None and len(chosen) + len(silent) > 1 and not may_be_all:
         raise CommandError(
             f"several engines run here: choose with --engine MODEL, PID or SSD_DIR; {known}"
         )
-    return chosen
+    return Found(chosen, silent if name is None else [])
+
+
+def ask_all(questions: Mapping[Path, str], timeout_s: float = 5.0) -> dict[Path, Answer | None]:
+    """Ask engines, by socket, at the same time; return the answers, None for one that gives none.
+
+    Left out is a socket at which no engine listens any more.
+    """
+
+    def answer(path: Path) -> dict[Path, Answer | None]:
+        for _ in range(2):  # an engine that is ending breaks off the first answer, and then is gone
+            try:
+                return {path: ask(path, {"get": questions[path]}, timeout_s)}
+            except (FileNotFoundError, ConnectionRefusedError):
+                return {}
+            except TimeoutError:
+                break
+            except (OSError, ValueError):
+                continue
+        return {path: None}
+
+    found: dict[Path, Answer | None] = {}
+    with ThreadPoolExecutor(max(1, len(questions))) as pool:
+        for one in pool.map(answer, questions):
+            found |= one
+    return found
 
 
 def do(
@@ -79,19 +122,6 @@ def do(
     """
     with ThreadPoolExecutor(len(engines)) as pool:
         return list(pool.map(lambda x: _ask(x.socket, command, wait_s + _PATIENCE_S), engines))
-
-
-def _running() -> Iterator[RunningEngine]:
-    for path in status_paths():
-        try:
-            status = ask(path, {"get": "status"})
-        except TimeoutError:
-            note(f"left out: the engine at {path} hangs, it does not answer")
-            continue
-        except (OSError, ValueError):
-            continue  # it was killed, or is ending
-        if "engine" in status:
-            yield RunningEngine(path, status)
 
 
 def _ask(path: Path, question: Mapping[str, Any], timeout_s: float) -> Answer:

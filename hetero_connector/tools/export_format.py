@@ -173,7 +173,7 @@ class ExportIndex:
                 f"{folder} has no {INDEX_NAME}: the export, or its copy, has not ended"
             ) from e
         except OSError as e:
-            raise StoreError(f"{path} cannot be read: {e}") from e
+            raise unreadable(path, e) from e
         except (ValueError, RecursionError) as e:
             raise StoreError(f"{path} is damaged ({e}): copy the export again") from e
 
@@ -289,6 +289,15 @@ class SegmentWriter:
             os.fsync(self._file.fileno())
             self._file.close()
             self._file = None
+
+
+def unreadable(path: Path, error: OSError) -> StoreError:
+    """Return the error for a part of an export that cannot be read."""
+    text = f"{path} cannot be read: {error}"
+    if isinstance(error, PermissionError):
+        text += "; its files belong to another user: change their owner to the user that runs "
+        text += "this, as with `rsync --chown`"
+    return StoreError(text)
 
 
 def segment_name(number: int) -> str:

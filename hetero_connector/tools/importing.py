@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,6 +49,7 @@ from hetero_connector.tools.export_format import (
     ExportHeader,
     ExportIndex,
     SegmentReader,
+    unreadable,
 )
 from hetero_connector.tools.verification import BadArtifact
 from hetero_connector.units import GIB, size_text
@@ -55,6 +57,8 @@ from hetero_connector.units import GIB, size_text
 Progress = Callable[[Sequence[ExportedArtifact]], Iterable[ExportedArtifact]]
 """Passes the artifacts through and shows the progress."""
 _BATCH_BYTES = 64 << 20
+_MODEL = re.compile(r"[0-9a-f]{16}")
+_RANK = re.compile(r"dp\d+")
 
 
 @dataclass
@@ -86,18 +90,36 @@ def find_exports(source: Path) -> list[tuple[Path, str]]:
     """Find the exported models at `source`: each one's folder, and the part of an ssd_dir it is of.
 
     That part is "" but for data-parallel engines, which have one each. Raises StoreError if there
-    is none.
+    is none, or if one may not be read.
     """
     try:
         if (source / INDEX_NAME).exists():
             return [(source, "")]
-        found = [(p.parent, "") for p in source.glob(f"*/{INDEX_NAME}")]
-        found += [(p.parent, p.parts[-3]) for p in source.glob(f"dp[0-9]*/*/{INDEX_NAME}")]
+        ranks = [x for x in source.iterdir() if _RANK.fullmatch(x.name) and x.is_dir()]
+        found = [
+            (folder, part)
+            for part, parent in (("", source), *((x.name, x) for x in ranks))
+            for folder in parent.iterdir()
+            if _is_export(folder)
+        ]
     except OSError as e:
-        raise StoreError(f"{source} cannot be read: {e}") from e
+        raise unreadable(source, e) from e
     if not found:
         raise StoreError(f"{source} contains no export (no <fingerprint>/{INDEX_NAME})")
     return sorted(found)
+
+
+def _is_export(folder: Path) -> bool:
+    """Return whether a model was exported to a folder. PermissionError if that cannot be seen.
+
+    `Path.glob` leaves out what it may not read.
+    """
+    try:
+        return (folder / INDEX_NAME).exists()
+    except PermissionError:
+        if _MODEL.fullmatch(folder.name):
+            raise
+        return False  # such as `lost+found`
 
 
 def import_model(
@@ -294,12 +316,17 @@ def _make(header: ExportHeader, root: Path, ssd_gib: float | None) -> SsdDirecto
 
 @contextmanager
 def _no_export_to(source: Path) -> Iterator[None]:
-    """Keep an export to the same folder from beginning. StoreInUseError while one runs."""
+    """Keep an export to the same folder from beginning.
+
+    StoreInUseError while one runs, StoreError if that cannot be seen.
+    """
     lock = source / LOCK_NAME
-    if lock.is_symlink() or not lock.is_file():  # a copy may lack it
-        yield
-        return
-    with shared(lock) as is_shared:
+    with ExitStack() as held:
+        try:
+            is_there = not lock.is_symlink() and lock.is_file()  # a copy may lack it
+            is_shared = held.enter_context(shared(lock)) if is_there else True
+        except OSError as e:
+            raise unreadable(lock, e) from e
         if not is_shared:
             raise StoreInUseError(f"{source} is being written by an export; wait for its end")
         yield

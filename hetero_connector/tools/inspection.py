@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from hetero_connector.artifacts.generation import Generation
-from hetero_connector.artifacts.record import Tier
 from hetero_connector.errors import StoreError
 from hetero_connector.store.ssd.directory_lock import is_locked
 from hetero_connector.store.ssd.generation_file import GENERATION_NAME, read_generation
@@ -35,10 +34,9 @@ def generation_of(folder: Path) -> Generation:
 
 @dataclass(frozen=True)
 class TypeReport:
-    """Artifacts of one state type in one tier."""
+    """Artifacts of one state type."""
 
     state_type: str
-    tier: str
     artifacts: int
     bytes: int
     """Useful bytes, without padding."""
@@ -59,6 +57,10 @@ class ModelReport:
     in_use: bool
     artifacts: int
     bytes: int
+    taken_bytes: int
+    """Bytes of their slots, with padding."""
+    capacity_bytes: int
+    """Bytes of all space for slots."""
     chains: int
     """Number of chunks that no other stored chunk continues."""
     tokens: int
@@ -115,7 +117,7 @@ def _report(path: Path, meta: JournalMeta, rows: Sequence[JournalRow], in_use: b
     for kind, slot_bytes in meta.geometry.stride_bytes.items():
         own = [row for row in rows if row.state_type is kind]
         size, slots = sum(row.size_bytes for row in own), meta.geometry.num_slots(kind)
-        types.append(TypeReport(kind.value, Tier.SSD.value, len(own), size, slots, slot_bytes))
+        types.append(TypeReport(kind.value, len(own), size, slots, slot_bytes))
     used = [row.last_access for row in rows]
     return ModelReport(
         path=str(path),
@@ -125,6 +127,8 @@ def _report(path: Path, meta: JournalMeta, rows: Sequence[JournalRow], in_use: b
         in_use=in_use,
         artifacts=len(rows),
         bytes=sum(row.size_bytes for row in rows),
+        taken_bytes=sum(x.artifacts * x.slot_bytes for x in types),
+        capacity_bytes=meta.geometry.size_bytes,
         chains=sum(key not in parents for key in chunks),
         tokens=sum(chunk.end - chunk.start for chunk in chunks.values()),
         oldest=min(used, default=None),
@@ -151,16 +155,15 @@ def as_text(report: ModelReport) -> str:
         *(f"  {_visible(key)}: {_visible(value)}" for key, value in shown.items()),
         f"  {report.artifacts} artifacts, {size_text(report.bytes)}, {report.chains} chains, "
         f"{report.tokens} tokens",
+        f"  {size_text(report.taken_bytes)} of {size_text(report.capacity_bytes)} taken",
         f"  last used between {_when(report.oldest)} and {_when(report.newest)}",
         *(f"  {line}" for line in _side_lines(report.side_files)),
-        f"  {'state type':<22}{'tier':<6}{'artifacts':>10}{'bytes':>12}{'slots':>9}{'used':>7}",
+        f"  {'state type':<22}{'artifacts':>10}{'bytes':>12}{'most artifacts':>16}",
+        *(
+            f"  {t.state_type:<22}{t.artifacts:>10}{size_text(t.bytes):>12}{t.slots:>16}"
+            for t in report.state_types
+        ),
     ]
-    for t in report.state_types:
-        used = f"{100 * t.artifacts / t.slots:.0f}%"
-        lines.append(
-            f"  {t.state_type:<22}{t.tier:<6}{t.artifacts:>10}{size_text(t.bytes):>12}"
-            f"{t.slots:>9}{used:>7}"
-        )
     return "\n".join(lines)
 
 
@@ -169,9 +172,8 @@ def _side_lines(files: SideFiles) -> Iterator[str]:
         yield f"costs {files.costs}"
     if files.cleared_salts:
         yield f"{files.cleared_salts} salts or models were cleared"
-    for problem in (files.costs_problem, files.salts_problem):
-        if problem is not None:
-            yield f"BAD {problem}"
+    for problem in files.problems:
+        yield f"BAD {problem}"
 
 
 def _when(seconds: float | None) -> str:

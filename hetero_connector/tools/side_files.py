@@ -27,6 +27,11 @@ class SideFiles:
     salts_problem: str | None
     """Why that is unknown: no engine starts here until it is mended."""
 
+    @property
+    def problems(self) -> list[str]:
+        """Return why files cannot be used."""
+        return [x for x in (self.costs_problem, self.salts_problem) if x is not None]
+
 
 def read_side_files(path: Path, description: Mapping[str, Any]) -> SideFiles:
     """Read the files of a model's directory. `description`: of its journal."""

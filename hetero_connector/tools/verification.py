@@ -77,7 +77,7 @@ def verify_model(path: Path, repair: bool = False, progress: Progress = iter) ->
                         keys.append((bytes(row.chunk.key), row.state_type.value))
                         report.bad.append(_bad(row.chunk.key, row.state_type.value, reason))
             files = read_side_files(path, journal.meta.description)
-            report.problems = [x for x in (files.costs_problem, files.salts_problem) if x]
+            report.problems = files.problems
             if repair and keys:
                 journal.forget_keys(keys)
             if repair and files.costs_problem is not None:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -35,7 +35,10 @@ from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.journal_format import JournalRow, meta_digest
 from hetero_connector.tools import cli, doctor
 from hetero_connector.tools.doctor import Status
+from hetero_connector.transfer.base import Direction, Extent, OpenFile
 from hetero_connector.transfer.checksum import checksum
+from hetero_connector.transfer.choose import Bytes, ChosenTransfer
+from hetero_connector.transfer.pread_files import PreadFiles, PreadTransfer
 from hetero_connector.units import size_text
 from ownership.directory import opening
 from ownership.directory.memory import MemoryDirectory
@@ -116,7 +119,8 @@ def test_inspect_counts_what_is_stored(store: Path, model: Path, run: Run, level
     by_type = {t["state_type"]: t for t in report["state_types"]}
     assert by_type["dense_kv"]["artifacts"] == 4
     assert by_type["window_swa"]["bytes"] == 2 * USEFUL[SWA]
-    assert {t["tier"] for t in report["state_types"]} == {"ssd"}
+    assert report["taken_bytes"] == 4 * SLOTS[KV] + 2 * SLOTS[SWA]
+    assert report["taken_bytes"] < report["capacity_bytes"] <= 4 << 20
     assert snapshot(store) == before
 
 
@@ -130,7 +134,9 @@ def test_inspect_prints_text_and_works_while_an_engine_runs(store: Path, run: Ru
     assert "tiny-llama" in out
     assert "7 artifacts" in out
     assert "2 chains" in out
-    assert "dense_kv" in out
+    assert re.search(r"^  336 KiB of 3\.\d+ MiB taken$", out, re.MULTILINE)
+    most = directory.geometry.num_slots(KV)
+    assert re.search(rf"artifacts +bytes +most artifacts\n  dense_kv +5 +244\.1 KiB +{most}\n", out)
 
 
 def test_inspect_prints_no_wall_of_text(tmp_path: Path, run: Run) -> None:
@@ -364,9 +370,9 @@ def test_the_command_works_as_a_process_and_survives_a_closed_pipe(store: Path) 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timed transfers of 1 MiB."""
-    monkeypatch.setattr(doctor, "_COPY_BYTES", 1 << 20)
-    monkeypatch.setattr(doctor, "_READ_BYTES", 1 << 20)
+    """Timed transfers of 4 MiB, and reads into 1 MiB."""
+    monkeypatch.setattr(doctor, "_TIMED_BYTES", 4 << 20)
+    monkeypatch.setattr(doctor, "_MEMORY_BYTES", 1 << 20)
 
 
 def test_doctor_on_this_machine(small: None, tmp_path: Path, run: Run) -> None:
@@ -565,6 +571,52 @@ def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = doctor.check_memory()
     assert finding.status is Status.WARN
     assert "dram_gib" in finding.advice
+
+
+def test_nothing_is_timed_that_takes_memory_an_engine_may_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(8 << 30, 100 << 20))
+    monkeypatch.setattr(doctor, "_arena", lambda num_bytes: pytest.fail("it takes memory"))
+    findings = [doctor.time_dram_copy(), *doctor.check_ssd(tmp_path)]
+    for name in ("DRAM copy", "SSD read"):
+        (found,) = (x for x in findings if x.name == name)
+        assert found.status is Status.WARN
+        assert "not timed: 100 MiB of memory are free" in found.detail
+        assert "free 256 MiB" in found.advice
+
+
+@pytest.mark.parametrize(("free_mib", "copied_mib"), [(16, 4), (15, 1), (4, 1)])
+def test_less_is_copied_where_memory_is_short(
+    small: None, monkeypatch: pytest.MonkeyPatch, free_mib: int, copied_mib: int
+) -> None:
+    taken: list[int] = []
+    make = doctor._arena
+    monkeypatch.setattr(machine, "memory", lambda: machine.Memory(8 << 30, free_mib << 20))
+    monkeypatch.setattr(doctor, "_arena", lambda size: taken.append(size) or make(size))
+    assert doctor.time_dram_copy().status is Status.OK
+    assert taken == [copied_mib << 20] * 2
+
+
+def test_more_is_written_and_read_than_there_is_memory_for(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk's cache would answer a read of what was written last."""
+    moved: list[tuple[Direction, int, int]] = []
+
+    class Noted(PreadFiles):
+        def submit(self, direction: Direction, extents: Sequence[Extent]) -> PreadTransfer:
+            moved.extend((direction, x.file_offset, x.size) for x in extents)
+            return super().submit(direction, extents)
+
+    def choose(memory: Bytes, files: Sequence[OpenFile], directory: Path) -> ChosenTransfer:
+        assert len(memory) == 1 << 20
+        return ChosenTransfer(Noted(memory, files), "a test")
+
+    monkeypatch.setattr(doctor, "choose_file_transfer", choose)
+    assert "GB/s" in next(x.detail for x in doctor.check_ssd(tmp_path) if x.name == "SSD read")
+    places = [(place << 20, 1 << 20) for place in range(4)]
+    assert moved == [(way, *x) for way in (Direction.WRITE, Direction.READ) for x in places]
 
 
 def test_the_memory_of_a_full_tiers_index_is_counted(

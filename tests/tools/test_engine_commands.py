@@ -10,27 +10,33 @@ import re
 import shlex
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.messages import WorkerReport
+from hetero_connector.engine.scheduler import status_socket
 from hetero_connector.engine.scheduler.status_socket import short_address
 from hetero_connector.engine.startup import rendezvous
 from hetero_connector.session_ids import session_key
-from hetero_connector.tools import cli, live
+from hetero_connector.tools import cli, engines, live
+from tests.clock import Clock
 from tests.engine.fakes import FakeRequest
 from tests.engine.socket_engine import SocketEngine
 from tests.engine.stepped import tokens
-from tests.store.filling import until
+from tests.waiting import until
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/admin.md"
 
 Start = Callable[..., SocketEngine]
 Run = Callable[..., tuple[int, str, str]]
+Question = Mapping[str, Any]
 
 
 @pytest.fixture(autouse=True)
@@ -44,14 +50,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    engines: list[SocketEngine] = []
+    started: list[SocketEngine] = []
 
     def start(*arguments: object, **options: object) -> SocketEngine:
-        engines.append(SocketEngine(*arguments, **options))  # type: ignore[arg-type]
-        return engines[-1]
+        started.append(SocketEngine(*arguments, **options))  # type: ignore[arg-type]
+        return started[-1]
 
     yield start
-    for engine in engines:
+    for engine in started:
         engine.close()
 
 
@@ -85,6 +91,8 @@ def test_without_an_engine_it_says_so(run: Run, command: list[str]) -> None:
     assert code == 2
     assert out == ""
     assert "no engine of this user runs" in err
+    assert "set TMPDIR as the engine has it" in err
+    assert "PrivateTmp" in err
 
 
 @pytest.mark.parametrize("command", [["top", "--once"], ["status"], ["timeline"], ["drain"]])
@@ -152,6 +160,16 @@ def test_clearing_everything_asks_first(
     assert code == (0 if answer == "y" else 2)
     assert engine.stored(request) == (0 if answer == "y" else 256)
     assert ("--yes" if answer is None else "Forget everything that is stored by m (pid") in err
+
+
+def test_clearing_everything_asks_nobody_where_stdin_is_closed(
+    start: Start, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start()
+    monkeypatch.setattr("sys.stdin", None)
+    code, _, err = run("clear", "--all")
+    assert code == 2
+    assert "add --yes" in err
 
 
 @pytest.mark.parametrize(
@@ -260,6 +278,8 @@ def test_an_engine_whose_cache_has_stopped_says_so(start: Start, run: Run, tmp_p
     engine.engine.side.on_report(WorkerReport(broken=True))
     for command in (["status"], ["top", "--once", "--interval", 0.1]):
         assert "not working: cache_alive" in run(*command)[1]
+    for options in ([], ["--json"]):
+        assert run("status", *options)[0] == 1
     assert engine.engine.recorder.gauge("heterocache_cache_alive") == 0.0
     for command in (["warm", tmp_path / "ids.json"], ["pin", "--session", "s"]):
         code, out, err = run(*command)
@@ -413,10 +433,11 @@ def test_top_shows_rates_tiers_and_sessions_in_80_columns(start: Start, tmp_path
     engine = start("e", "a-model-with-a-long-name/" * 4, ssd_dir=tmp_path, ssd_bytes=1 << 22)
     for number in range(12):
         engine.run(turn(f"{number}", seed=number, session_id=f"{number}"))
-    before = live._look(None)
+    watched = live.Watched(None, engines.choose(None).running)
+    before = watched.look()
     engine.run(turn("again", seed=3, session_id="3"))
     console = Console(width=80, record=True, file=io.StringIO())
-    after = live._look(None)
+    after = watched.look()
     console.print(live.draw(before, after))
     shown = console.export_text().splitlines()
     assert max(map(len, shown)) <= 80
@@ -447,21 +468,197 @@ def test_top_ends_after_one_look(start: Start, run: Run) -> None:
 def test_an_engine_that_hangs_is_named_and_the_others_serve(
     start: Start, run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hetero_connector.tools import engines
-
     engine = start()
     engine.run(turn("1"))
     asked = engines.ask
-    monkeypatch.setattr(engines, "ask", lambda path, what, timeout_s=0.2: asked(path, what, 0.2))
     hanging = rendezvous.status_path("hanging")
+
+    def ask(path: Path, question: Question, timeout_s: float = 5.0) -> dict[str, Any]:
+        return asked(path, question, 0.2 if path == hanging else 60.0)
+
+    monkeypatch.setattr(engines, "ask", ask)
     with socket.socket(socket.AF_UNIX) as listener:
         with short_address(hanging) as address:
             listener.bind(address)
         listener.listen()
         code, out, err = run("status")
-    assert code == 0
-    assert "pid 4711" in out
-    assert f"{hanging} hangs" in err
+        assert code == 1
+        assert "pid 4711" in out
+        assert f"{hanging} hangs" in err
+        code, out, err = run("top", "--once", "--interval", 0.1)
+        assert code == 1
+        assert f"the engine at {hanging}\nhas not answered" in out
+        code, out, err = run("clear", "--all", "--yes")
+        assert (code, out) == (2, "")
+        assert f"{hanging} hangs" in err
+        assert "several engines run here: choose with --engine" in err
+        assert engine.stored(turn("1")) == 256
+        code, out, err = run("clear", "--all", "--yes", "--engine", "other")
+        assert (code, out) == (1, "")
+        assert err == f"heterocache: the engine at {hanging} hangs, it does not answer\n"
+        assert run("status", "--engine", "m")[0] == 0
+        code, out, err = run("clear", "--all", "--yes", "--engine", "m")
+        assert (code, out) == (0, "m (pid 4711): forgot everything\n")
+        assert f"{hanging} hangs" in err
+
+
+@pytest.mark.parametrize("is_ending", [True, False])
+def test_an_engine_that_breaks_off_its_answer_hangs_unless_it_is_gone_then(is_ending: bool) -> None:
+    path = rendezvous.status_path("e")
+    with socket.socket(socket.AF_UNIX) as listener:
+        with short_address(path) as address:
+            listener.bind(address)
+        listener.listen()
+        listener.settimeout(60)
+
+        def serve() -> None:
+            for _ in range(1 if is_ending else 2):
+                connection, _ = listener.accept()
+                if is_ending:
+                    listener.close()
+                connection.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        found = engines.ask_all({path: "status"}, 60)
+    assert found == ({} if is_ending else {path: None})
+
+
+class Asked:
+    """In place of `engines.ask`: some engines hang, or are gone; it keeps what was asked."""
+
+    def __init__(self) -> None:
+        self.questions: list[tuple[Path, str]] = []
+        self.hanging: set[Path] = set()
+        self.gone_after: dict[Path, int] = {}
+        """The number of answers that an engine gives before its end."""
+        self._ask = status_socket.ask
+
+    def __call__(self, path: Path, question: Question, timeout_s: float = 5.0) -> dict[str, Any]:
+        if path in self.hanging:
+            raise TimeoutError
+        earlier = sum(path == x for x, _ in self.questions)
+        if earlier >= self.gone_after.get(path, math.inf):
+            raise ConnectionRefusedError
+        self.questions.append((path, question["get"]))
+        return self._ask(path, question, 60.0)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    asked = Asked()
+    monkeypatch.setattr(engines, "ask", asked)
+    return asked
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["status"],
+        ["status", "--json"],
+        ["drain"],
+        ["drain", "--json"],
+        ["timeline"],
+        ["clear", "--all", "-y"],
+    ],
+)
+def test_the_only_engine_hangs(start: Start, run: Run, asked: Asked, command: list[str]) -> None:
+    path = start().path
+    asked.hanging.add(path)
+    code, out, err = run(*command)
+    assert (code, out) == (1, "[]\n" if "--json" in command else "")
+    assert err == f"heterocache: the engine at {path} hangs, it does not answer\n"
+
+
+def draw(before: dict[Path, live.Look], after: dict[Path, live.Look]) -> str:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(live.draw(before, after))
+    return console.export_text()
+
+
+def test_top_goes_on_while_an_engine_hangs_and_says_since_when(start: Start, asked: Asked) -> None:
+    one, two = start("one", "one"), start("two", "two")
+    clock = Clock()
+    watched = live.Watched(None, engines.choose(None, may_be_all=True).running, clock)
+    looks = [watched.look()]
+    asked.hanging.add(two.path)
+    for _ in range(2):
+        looks.append(watched.look())
+        clock.passes(60)
+        shown = draw(*looks[-2:])
+        since = time.strftime("%H:%M:%S", time.localtime(Clock().now_s))
+        assert f"two (pid 4711)\nhas not answered since {since}: it is busy, hangs or" in shown
+        assert shown.count("healthy") == 1
+    asked.hanging = {one.path}
+    looks.append(watched.look())
+    assert draw(*looks[-2:]).count("healthy") == 1
+    assert looks[-1][one.path].silent_since == clock.now_s
+    asked.hanging.clear()
+    assert draw(looks[-1], watched.look()).count("healthy") == 2
+
+
+def test_top_asks_the_engines_that_it_shows_and_for_no_more(start: Start, asked: Asked) -> None:
+    one, two = start("one", "one"), start("two", "two")
+    watched = live.Watched("one", engines.choose("one").running)
+    watched.look()
+    asked.questions.clear()
+    assert list(watched.look()) == [one.path]
+    assert asked.questions == [(one.path, "live")]
+    new, other = start("three", "one"), start("four", "four")
+    assert set(watched.look()) == {one.path, new.path}
+    asked.questions.clear()
+    assert set(watched.look()) == {one.path, new.path}
+    assert sorted(asked.questions) == sorted([(one.path, "live"), (new.path, "live")])
+    assert other.path != two.path
+
+
+def test_top_asks_known_and_new_engines_at_the_same_time(
+    start: Start, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = start("one")
+    watched = live.Watched(None, engines.choose(None).running)
+    two = start("two")
+    asked.questions.clear()
+    both = threading.Barrier(2)
+
+    def ask(path: Path, question: Question, timeout_s: float) -> dict[str, Any]:
+        both.wait(60)
+        return asked(path, question, timeout_s)
+
+    monkeypatch.setattr(engines, "ask", ask)
+    looks = watched.look()
+    assert sorted(asked.questions) == sorted((x, "live") for x in (one.path, two.path))
+    assert draw({}, looks).count("healthy") == 2
+
+
+def test_top_learns_all_names_of_a_new_engine(start: Start, asked: Asked, tmp_path: Path) -> None:
+    watched = live.Watched(str(tmp_path), [])
+    engine = start(ssd_dir=tmp_path, ssd_bytes=1 << 22)
+    engine.run(turn("1", session_id="s"))
+    looks = [watched.look() for _ in range(2)]
+    assert asked.questions == [(engine.path, "status"), (engine.path, "live")]
+    shown = [draw({}, look) for look in looks]
+    assert [x.count("healthy") for x in shown] == [1, 1]
+    assert [x.count("sessions: ") for x in shown] == [0, 1]
+
+
+def test_top_shows_an_engine_once_it_answers(start: Start, asked: Asked) -> None:
+    engine = start()
+    asked.hanging.add(engine.path)
+    watched = live.Watched("m", engines.choose("m").running)
+    (look,) = watched.look().values()
+    assert look.title == f"the engine at {engine.path}"
+    assert "has not answered since" in draw({}, {engine.path: look})
+    asked.hanging.clear()
+    (look,) = watched.look().values()
+    assert look.title == "m (pid 4711)"
+    assert look.status is not None
+
+
+def test_top_ends_when_the_engine_is_gone_and_says_so(start: Start, run: Run, asked: Asked) -> None:
+    asked.gone_after[start().path] = 3  # its status, and two looks at it
+    code, out, err = run("top", "--interval", 0.1)
+    assert (code, err) == (0, "heterocache: m (pid 4711) has ended\n")
+    assert "healthy" in out
 
 
 def test_the_guides_commands_do_what_it_says(

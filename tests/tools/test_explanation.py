@@ -210,6 +210,7 @@ def test_a_cheaper_candidate_that_misses_the_deadline_is_marked(
     nothing, *restores = json.loads(capsys.readouterr().out)["candidates"]
     assert nothing["chosen"]
     assert nothing["in_time"]
+    assert [c["boundary"] for c in restores] == [64, 128, 192, 224]
     assert all(c["total_s"] < nothing["total_s"] for c in restores)
     assert not any(c["in_time"] for c in restores)
 

@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -522,6 +524,64 @@ def test_an_index_that_cannot_be_read_changes_nothing(
     assert code == 2
     assert complaint in err
     assert snapshot(path.parent) == before
+
+
+@contextmanager
+def as_another_user() -> Iterator[None]:
+    """Root may read what nobody may."""
+    me = os.geteuid()
+    if me == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(me)
+
+
+@pytest.fixture
+def received(exported: Path) -> Iterator[Path]:
+    """The export, and one of data-parallel engines, in a folder that everyone may enter."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        root.chmod(0o755)
+        for part in ("bb" * 8, f"dp0/{NAME}"):
+            shutil.copytree(exported, root / part)
+        (root / "lost+found").mkdir()
+        for path in root.rglob("*"):
+            path.chmod(0o755)
+        (root / "lost+found").chmod(0)
+        yield root
+
+
+@pytest.mark.parametrize("closed", ["", "bb" * 8, "dp0", f"dp0/{NAME}"])
+def test_an_export_that_may_not_be_read_is_not_passed_over(received: Path, closed: str) -> None:
+    with as_another_user():
+        found = importing.find_exports(received)
+    assert found == [(received / ("bb" * 8), ""), (received / "dp0" / NAME, "dp0")]
+    (received / closed).chmod(0)
+    with as_another_user(), pytest.raises(StoreError, match=r"cannot be read.*rsync --chown") as e:
+        importing.find_exports(received)
+    assert str(received / closed) in str(e.value)
+    (received / closed).chmod(0o755)
+
+
+@pytest.mark.parametrize("name", ["lock", "index"])
+def test_a_file_that_may_not_be_read_is_named_with_what_to_do(received: Path, name: str) -> None:
+    folder = received / ("bb" * 8)
+    (folder / name).chmod(0)
+    with as_another_user(), pytest.raises(StoreError, match=r"cannot be read.*rsync --chown") as e:
+        importing.import_model(folder, received / "new")
+    assert str(folder / name) in str(e.value)
+
+
+@pytest.mark.parametrize("size", ["nan", "inf", "-1", "0", "much"])
+def test_a_size_that_is_none_is_refused(
+    exported: Path, tmp_path: Path, run: Run, size: str
+) -> None:
+    code, _, err = run("import", exported, tmp_path / "new", "--ssd-gib", size)
+    assert code == 2
+    assert "'--ssd-gib': expected a number from 0.001" in " ".join(err.replace("│", "").split())
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("cleared", [{"no digest": 1}, {"ab": 0}, {"": 1}, {"\u00e4": 1}])

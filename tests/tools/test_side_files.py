@@ -105,6 +105,10 @@ def test_verify_says_which_of_the_other_files_cannot_be_used(
     described: Path, run: Run, name: str, content: str, problem: str, is_mended: bool
 ) -> None:
     (described / name).write_text(content)
+    for option in ([], ["--json"]):
+        code, out, _ = run("inspect", described, *option)
+        assert code == 1
+        assert problem in out
     assert f"BAD {name}" in run("inspect", described)[1] or name == "cleared-salts.json"
     for option in ([], ["--repair"]):
         code, out, _ = run("verify", described, *option)
