@@ -72,7 +72,7 @@ _COUNTERS = {
     ),
     "heterocache_evictions": Metric("Artifacts evicted from a tier.", _TIER_AND_TYPE),
     "heterocache_evicted_first_bytes": Metric(
-        "Bytes evicted before all others because computing them again costs less.",
+        "Bytes evicted before all others: cheaper to compute, of low priority or an ended session.",
         _TIER_AND_TYPE,
     ),
     "heterocache_eviction_regret_tokens": Metric(

@@ -80,20 +80,10 @@ class Load:
     spans: list[ArtifactSpan]
     blocks: dict[tuple[StateType, int], Blocks]
     parked: bool
-    resume: int | None = None
-    """First token that the step computes; None: the end of the spans."""
+    resume_tokens: int
+    """The first token that the step computes; the forward writes its page, too."""
     load_id: int = 0
     """The number under which ranks report it. A request may have two loads under way."""
-
-    @property
-    def resume_tokens(self) -> int:
-        """The first token that the step computes; the forward writes its page, too."""
-        return max(x.end for x in self.spans) if self.resume is None else self.resume
-
-    @property
-    def copy(self) -> PageCopy:
-        """The artifacts one by one, with their pages."""
-        return PageCopy([a for span in self.spans for a in span.artifacts()], self.blocks)
 
 
 class LostLoad(NamedTuple):

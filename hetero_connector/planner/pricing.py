@@ -40,7 +40,8 @@ _TIERS = tuple(Tier)
 
 Parking = Literal["never", "long", "always"]
 """The loads that park their request: none, those that would delay running decodes by more than one
-of their steps, or all (journals of earlier engines with recurrent state)."""
+of their steps, or all. No engine sets the last, but `heterocache explain` reads journals of earlier
+engines with recurrent state, which did."""
 
 
 @dataclass(frozen=True)

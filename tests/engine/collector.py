@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.waiting import until
 
 
 class Collector:
@@ -40,7 +41,7 @@ class Collector:
             spans = {x.name: x for x in list(self.spans) if x.trace_id.hex() == trace_id}
             return spans if is_complete(spans) else {}
 
-        return wait_until(found)
+        return until(found, "the trace is complete", pause_s=0.05)
 
     def close(self) -> None:
         """Refuse connections from now on."""
@@ -58,12 +59,3 @@ class Collector:
 def attributes(span: Any) -> dict[str, Any]:
     """Return a span's attributes as plain values."""
     return {x.key: getattr(x.value, x.value.WhichOneof("value")) for x in span.attributes}
-
-
-def wait_until(find: Callable[[], Any]) -> Any:
-    """Return what `find` returns as soon as that is true."""
-    deadline = time.monotonic() + 30
-    while not (found := find()):
-        assert time.monotonic() < deadline, "not within 30 s"
-        time.sleep(0.05)
-    return found

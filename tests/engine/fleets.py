@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from examples.checkpoints import write_checkpoint
 from examples.disaggregated_prefill.fleet import value
 from examples.serving import Reply, Server, kv_transfer_config
+from tests import waiting
 from tests.engine.harness import CHECKPOINTS, prompt_tokens
 
 LEASE_S = 3.0
 MAX_TOKENS = 8
 TOLERANCE = 1e-4
-WAIT_S = 60.0
+
+until = partial(waiting.until, pause_s=0.1)
+"""Wait with fewer questions: each is a request to a server."""
 
 
 def server_of(
@@ -58,13 +61,6 @@ def what_happened(*servers: Server) -> str:
     return "\n".join(lines)
 
 
-def until(what: str, is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"still not so: {what}"
-        time.sleep(0.1)
-
-
 def same(reply: Reply, answer: Reply) -> None:
     assert reply.tokens == answer.tokens
     for ours, theirs in zip(reply.top_logprobs, answer.top_logprobs, strict=True):
@@ -78,8 +74,8 @@ def computed(server: Server, prompt: list[int]) -> Reply:
     before = value(server, "artifacts", tier="dram")
     server.complete(prompt, max_tokens=1)
     answer = server.complete(prompt, MAX_TOKENS)
-    until("it is sealed", lambda: value(server, "artifacts", tier="dram") > before)
-    until("the fleet knows", lambda: all_claimed(server))
+    until(lambda: value(server, "artifacts", tier="dram") > before, "it is sealed")
+    until(lambda: all_claimed(server), "the fleet knows")
     return answer
 
 

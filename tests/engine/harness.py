@@ -16,8 +16,7 @@ from __future__ import annotations
 import gc
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from hetero_connector.engine.scheduler.scheduler_side import SchedulerSide
 from hetero_connector.spec import Family, StateType
 from hetero_connector.store.catalog.nodes import Artifact
 from tests.engine.groups import MODELS as MODELS
+from tests.waiting import until
 
 CHECKPOINTS = Path(__file__).parents[2] / ".cache" / "checkpoints"
 HYBRID_MODELS = ("gemma3", "gptoss", "deepseek_v4", "qwen3_next")
@@ -158,14 +158,6 @@ def scheduler_side(llm: Any) -> SchedulerSide:
     return cast(
         SchedulerSide, llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler
     )
-
-
-def until(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
-    """Wait until the condition is true, which another thread makes so."""
-    end_s = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end_s, "it never happened"
-        time.sleep(0.01)
 
 
 def settle(llm: Any) -> None:

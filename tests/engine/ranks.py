@@ -99,7 +99,7 @@ def copy_pages(
         for kind, group in groupby(copy.artifacts, lambda x: x.state_type)
         for some in [list(group)]
     ]
-    load = Load("a", spans, copy.blocks, parked=False)
+    load = Load("a", spans, copy.blocks, False, max(x.end for x in spans))
     for wait in device.load(planner.plan_loads([load]), [layers], lambda: lambda: None):
         wait()
 

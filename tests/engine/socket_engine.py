@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 from hetero_connector.engine.startup import rendezvous
@@ -63,8 +62,7 @@ class SocketEngine:
             f"{request.request_id}?", [*request.all_token_ids, 1], cache_salt=request.cache_salt
         )
         with self._lock:
-            while (found := self.engine.ask(again)) is None:
-                time.sleep(1e-3)
+            found = self.engine.answered(again)
             self.engine.finish(again)
             return found
 

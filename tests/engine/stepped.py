@@ -11,7 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.engine.messages import StepMetadata, WorkerReport
+from hetero_connector.engine.messages import ArtifactCopy, Load, StepMetadata, WorkerReport
 from hetero_connector.engine.scheduler.block_events import BlockEvents, EventGroup
 from hetero_connector.engine.scheduler.fleet import Fleet
 from hetero_connector.engine.scheduler.scheduler_side import Policies, SchedulerSide
@@ -28,6 +28,7 @@ from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
 from hetero_connector.store.peers.ports import PeerAccess
 from tests.engine.fakes import FakeBlockTables, FakeRequest, scheduled
+from tests.waiting import until
 
 CHUNK = 64
 
@@ -95,11 +96,9 @@ class Engine:
     def admit(self, request: FakeRequest, local: int = 0) -> int:
         """Match, allocate and mark the restored tokens as computed; return their number."""
         self.requests[request.request_id] = request
-        tokens = self.ask(request, local)
         identified = request.lora_request is not None or bool(request.mm_features)
-        while tokens is None and (self.asks_again or identified):
-            time.sleep(1e-3)
-            tokens = self.ask(request, local)
+        asks = self.answered if self.asks_again or identified else self.ask
+        tokens = asks(request, local)
         assert tokens is not None
         self.grow_table(request)
         self.side.on_allocated(request, tokens)  # type: ignore[arg-type]
@@ -112,6 +111,15 @@ class Engine:
         tokens, parked = self.side.match(request, local)  # type: ignore[arg-type]
         assert parked == bool(tokens and self.parking == "always")
         return tokens
+
+    def answered(self, request: FakeRequest, local: int = 0) -> int:
+        """Ask until nothing is being staged; return the restorable tokens."""
+
+        def answer() -> tuple[int, ...]:
+            tokens = self.ask(request, local)
+            return () if tokens is None else (tokens,)
+
+        return until(answer, f"{request.request_id} is answered")[0]
 
     def grow_table(self, request: FakeRequest) -> None:
         """Give the request a block per 16 tokens in both groups; window blocks are not recycled."""
@@ -163,6 +171,11 @@ class Engine:
 
 def tokens(count: int, seed: int = 0) -> list[int]:
     return [(seed * 7919 + i * 31) % 251 for i in range(count)]
+
+
+def artifacts_of(load: Load) -> list[ArtifactCopy]:
+    """Return the artifacts of a load one by one."""
+    return [artifact for span in load.spans for artifact in span.artifacts()]
 
 
 def in_use(engine: Engine) -> list:  # type: ignore[type-arg]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +18,7 @@ from ownership.directory.memory import MemoryDirectory
 from ownership.member.fleet_worker import FleetWorker, MemberTimes
 from tests.engine.stepped import CHUNK, Engine
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
+from tests.waiting import until
 
 LEASE_S = 2.0
 WAIT_S = 60.0
@@ -119,13 +119,6 @@ class _Recorders:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.target, name) if self.target is not None else lambda *_, **__: None
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(2e-3)
 
 
 def chunk_bytes(fleet: Fleet) -> int:

@@ -180,7 +180,7 @@ def test_servers_read_each_other_across_tp_sizes(model: str, tmp_path: Path) -> 
             prompt = prompt_tokens(1400, seed)
             theirs = computed(producer, prompt)
             # On a busy machine Redis may have missed a deadline: then it is not waited for.
-            until("it is answered", lambda s=consumer: is_answered(s, next(seeds)))
+            until(lambda s=consumer: is_answered(s, next(seeds)), "it is answered")
             before = value(consumer, "hit_tokens", tier="peer")
             restored = consumer.complete(prompt, MAX_TOKENS)
             from_peer = value(consumer, "hit_tokens", tier="peer") - before
@@ -240,5 +240,5 @@ def fleet(
             stack.callback(server.stop)
         for server in (one, two):
             server.start()
-            until("it has joined", lambda s=server: value(s, "directory_joined") == 1)
+            until(lambda s=server: value(s, "directory_joined") == 1, "it has joined")
         yield one, two

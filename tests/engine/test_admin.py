@@ -32,7 +32,8 @@ from ownership.router.identity import (
     open_tokenizer,
 )
 from ownership.router.view import Checks, FleetChains, PrefixViews, Trust
-from tests.engine.harness import CHECKPOINTS, prompt_tokens, until
+from tests.engine.harness import CHECKPOINTS, prompt_tokens
+from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]  # a server start
 
@@ -207,7 +208,7 @@ def test_a_scrub_reads_all_while_requests_run(admin: Admin) -> None:
         (status,) = admin.post("/v1/heterocache/status")["engines"]
         return dict(status["activity"]["scrub"])
 
-    until(lambda: progress()["state"] == "complete", deadline_s=60)
+    until(lambda: progress()["state"] == "complete", pause_s=0.05)
     assert progress()["damaged"] == 0
     assert progress()["bytes_checked"] > 0
 
@@ -268,7 +269,7 @@ def test_what_lives_for_a_second_is_forgotten_in_every_tier(admin: Admin) -> Non
         session = admin.sessions()["short"]
         return not sum(session["chunks_by_tier"].values())
 
-    until(is_gone, deadline_s=60)
+    until(is_gone, pause_s=0.05)
     assert admin.sources(2) == {}
     assert admin.sources(1) == {"dram": STORED}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from vllm.v1.request import RequestStatus
@@ -13,7 +14,7 @@ from hetero_connector.engine.messages import LostLoad, StepMetadata, WorkerRepor
 from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.spec import ModelSpec, StateType
 from tests.engine.fakes import DENSE, HYBRID, FakeRequest, layer, scheduled
-from tests.engine.stepped import Engine, in_use, tokens
+from tests.engine.stepped import Engine, artifacts_of, in_use, tokens
 
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
 Engines = Any
@@ -63,7 +64,7 @@ def test_if_vllm_admits_fewer_tokens_only_those_are_loaded(
     pages = -(-num_tokens // 16)
     assert load.blocks[KV, 0].ids == engine.tables.ids["b"][0][:pages]
     assert load.resume_tokens == num_tokens
-    ends = [artifact.end for artifact in load.copy.artifacts]
+    ends = [artifact.end for artifact in artifacts_of(load)]
     assert ends == [64, 128, 192][: -(-num_tokens // 64)], "chunks lie as they were stored"
     assert engine.counters()["heterocache_hit_tokens{tier=dram}"] == num_tokens
     end(engine, request)
@@ -72,7 +73,7 @@ def test_if_vllm_admits_fewer_tokens_only_those_are_loaded(
 def test_boundary_state_is_loaded_of_the_boundary_that_was_admitted(engine_of: Engines) -> None:
     engine, request = engine_of(HYBRID), FakeRequest("b", tokens(200))
     (load,) = admitted(engine, request, 192, 128).loads
-    assert [(x.state_type, x.end) for x in load.copy.artifacts] == [
+    assert [(x.state_type, x.end) for x in artifacts_of(load)] == [
         (KV, 64), (KV, 128), (SWA, 128),
     ]  # fmt: skip
     end(engine, request)
@@ -221,6 +222,27 @@ def test_a_load_is_not_both_ordered_and_lost(
     monkeypatch.setattr(engine.side._saver, "on_restored", broken)
     meta = park(engine, request)
     assert (meta.loads, [x.request_id for x in meta.lost]) == ([], ["b"])
+    end(engine, request)
+
+
+@pytest.mark.parametrize(
+    ("part", "hook", "saves"),
+    [
+        ("predictions.on_admitted", "update_state_after_alloc", 1),
+        ("root.may_be_outdated", "update_state_after_alloc", 0),
+        ("idle_steps.on_step", "build_connector_meta", 0),
+    ],
+)
+def test_an_error_in_the_bookkeeping_of_an_admission_loses_no_load(
+    engine_of: Engines, monkeypatch: pytest.MonkeyPatch, part: str, hook: str, saves: int
+) -> None:
+    engine, request = engine_of(DENSE), FakeRequest("b", [*tokens(200), *tokens(100, seed=2)])
+    owner, name = part.split(".")
+    monkeypatch.setattr(getattr(engine.side, owner), name, Mock(side_effect=RuntimeError))
+    meta = admitted(engine, request, 192, 192)
+    assert [x.resume_tokens for x in meta.loads] == [192]
+    assert (meta.lost, len(meta.saves)) == ([], saves)
+    assert engine.counters()[f"heterocache_hook_errors{{hook={hook}}}"] == 1
     end(engine, request)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -27,8 +26,8 @@ from tests.engine.harness import (
     prompt_tokens,
     scheduler_side,
     settle,
-    until,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 CHUNK = 256
@@ -57,10 +56,15 @@ def publish(llm: Any) -> None:
     """Let an idle engine step until it has published all changes."""
     side = scheduler_side(llm)
     settle(llm)
-    while side._has_news():
+
+    def is_published() -> bool:
+        if not side._has_news():
+            return True
         side.idle_steps.look(Loop(lambda: None, lambda: False))
         llm.llm_engine.step()
-        time.sleep(0.1)
+        return False
+
+    until(is_published, pause_s=0.1)
 
 
 def view(subscriber: Subscriber) -> Consumer:
@@ -136,7 +140,7 @@ def test_after_kill_9_a_router_learns_of_a_chain_with_its_first_request(tmp_path
                 server.complete(prompt_tokens(40, seed=5), 1)
                 assert tokens_in(view(subscriber), "STORAGE") <= BLOCK, "it knows no tokens yet"
                 reply = server.complete(prompt, 1)
-                until(lambda: tokens_in(view(subscriber), "STORAGE") >= 576, deadline_s=30)
+                until(lambda: tokens_in(view(subscriber), "STORAGE") >= 576)
                 assert reply.cached_tokens == (0 if is_first else 576)
                 seen.append(view(subscriber).of("STORAGE"))
             server.kill()

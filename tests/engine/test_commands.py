@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
 
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, Tier
+from hetero_connector.engine.api import command_routes
 from hetero_connector.engine.scheduler import commands as module
 from hetero_connector.engine.scheduler import session_book
 from hetero_connector.engine.scheduler.block_events import EventGroup
@@ -28,10 +29,12 @@ from hetero_connector.errors import CommandError, StoreError
 from hetero_connector.session_ids import session_key
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.ssd.journal import Journal
+from hetero_connector.tools import engines as tools
+from tests.clock import Clock
 from tests.engine.fakes import HYBRID, FakeRequest
 from tests.engine.stepped import CHUNK, Engine, tokens
 from tests.interleaving import try_every_switch
-from tests.store.filling import Clock, until
+from tests.waiting import until
 
 Start = Callable[..., Engine]
 DRAM_BYTES = 100_000
@@ -57,10 +60,13 @@ def do(engine: Engine, name: str, **arguments: Any) -> dict[str, Any]:
     command = engine.side.commands.by_name()[name]
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(command, arguments)
-        while not future.done():
-            if engine.side.has_work:
+
+        def is_done() -> bool:
+            if engine.side.has_work and not future.done():
                 engine.step()
-            time.sleep(1e-3)
+            return future.done()
+
+        until(is_done, f"{name} is done")
         return future.result()
 
 
@@ -574,6 +580,26 @@ def test_a_session_is_not_cleared_while_the_engine_does_not_step(
     assert do(engine, "clear", session="s")["chunks"] == 3
 
 
+def test_a_session_is_cleared_before_clients_give_up(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its two steps of the engine have one deadline."""
+    engine, clock = start(), Clock()
+    engine.run(turn("a", session_id="s"))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
+    waits, call = list[float](), engine.side.commands.steps.call
+
+    def late(function: Callable[[], Any], timeout_s: float) -> Any:
+        waits.append(timeout_s)
+        clock.passes(timeout_s - 1.0)
+        return call(function, 60)
+
+    monkeypatch.setattr(engine.side.commands.steps, "call", late)
+    assert do(engine, "clear", session="s")["chunks"] == 3
+    assert waits == [module._STEP_S, 1.0]
+    assert min(tools._PATIENCE_S, command_routes._MARGIN_S) > module._STEP_S + module._JOURNAL_S
+
+
 @pytest.mark.parametrize("name", ["salt", "model"])
 def test_a_clearing_that_no_step_has_taken_is_carried_out_by_the_next(
     start: Start, monkeypatch: pytest.MonkeyPatch, name: str
@@ -624,8 +650,7 @@ def test_commands_are_refused_while_the_engine_ends() -> None:
     calls = StepCalls(lambda: None)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(calls.call, lambda: 7, 10)
-        while not calls.has_any:
-            time.sleep(1e-3)
+        until(lambda: calls.has_any)
         calls.close()
         with pytest.raises(CommandError, match="is ending"):
             waiting.result()
@@ -637,8 +662,12 @@ def test_a_call_that_fails_fails_its_caller_alone() -> None:
     calls = StepCalls(lambda: None)
     with ThreadPoolExecutor(2) as pool:
         bad, good = pool.submit(calls.call, lambda: 1 // 0, 10), pool.submit(calls.call, dict, 10)
-        while not (bad.done() and good.done()):
+
+        def are_done() -> bool:
             calls.run()
+            return bad.done() and good.done()
+
+        until(are_done)
         assert isinstance(bad.exception(), ZeroDivisionError)
         assert good.result() == {}
 
@@ -842,8 +871,7 @@ def test_a_call_that_runs_longer_than_its_caller_waits_is_answered_at_its_end() 
     calls = StepCalls(lambda: None)
     with ThreadPoolExecutor(2) as pool:
         answer = pool.submit(calls.call, function, 0.1)
-        while not calls.has_any:
-            time.sleep(1e-3)
+        until(lambda: calls.has_any)
         pool.submit(calls.run)
         assert begins.wait(60)
         with pytest.raises(TimeoutError):

@@ -17,7 +17,8 @@ from hetero_connector.store.catalog.evictability import Evictability, evictabili
 from ownership.directory import ArtifactRecord
 from tests.engine.fakes import DENSE, HYBRID, FakeRequest
 from tests.engine.stepped import CHUNK, Engine, tokens
-from tests.engine.stepped_fleet import WAIT_S, Fleet, chunk_bytes, joined, until
+from tests.engine.stepped_fleet import WAIT_S, Fleet, chunk_bytes, joined
+from tests.waiting import until
 
 PREAMBLE = tokens(4 * CHUNK)
 """The common beginning of all engines' sessions."""

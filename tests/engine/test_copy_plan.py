@@ -182,7 +182,7 @@ def test_null_pages_and_pages_outside_the_table_are_left_alone(kind: str) -> Non
 def test_all_whole_chunks_of_a_prompt_are_one_plan() -> None:
     slot = LAYOUT.max_bytes[KV]
     span = ArtifactSpan(KV, 0, 3 * CHUNK, CHUNK, [0, slot, 2 * slot])
-    load = Load("a", [span], {(KV, 0): Blocks(0, list(range(1, 13)))}, parked=False)
+    load = Load("a", [span], {(KV, 0): Blocks(0, list(range(1, 13)))}, False, span.end)
     (plan,) = CopyPlanner(LAYOUT, 0, NAMES).plan_loads([load])
     assert [x.layer.layer for x in plan.segments] == ["full.a", "full.b"]
     assert plan.offsets.tolist() == [0, slot, 2 * slot]
@@ -193,7 +193,7 @@ def test_all_whole_chunks_of_a_prompt_are_one_plan() -> None:
 def test_loads_of_one_shape_are_one_plan() -> None:
     def load(name: str, offset: int, blocks: list[int]) -> Load:
         span = ArtifactSpan(KV, 0, CHUNK, CHUNK, [offset])
-        return Load(name, [span], {(KV, 0): Blocks(0, blocks)}, parked=False)
+        return Load(name, [span], {(KV, 0): Blocks(0, blocks)}, False, span.end)
 
     (plan,) = CopyPlanner(LAYOUT, 0, NAMES).plan_loads(
         [load("a", 4096, [1, 2, 3, 4]), load("b", 0, [8, 7, 6, 5])]

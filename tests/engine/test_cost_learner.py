@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from hetero_connector.metrics import COUNTERS, HISTOGRAMS
 from hetero_connector.planner.compute_model import ComputeCoefficients, StepMix, attention_work
 from hetero_connector.spec import ModelSpec, RestoreRule, StateType
 from hetero_connector.store.base import ReadTiming
+from tests.clock import Clock
 from tests.engine.fakes import DENSE, FakeRequest, layer, scheduled
 from tests.engine.stepped import Engine, tokens
 
@@ -160,7 +160,7 @@ def test_a_step_that_only_loads_teaches_the_load() -> None:
     recurrent = replace(recurrent, restore_rule=RestoreRule.AT_BOUNDARY)
     engine = Engine(ModelSpec((layer("full", 0), recurrent), alignment=16), mode="cost")
     size = engine.layout.artifact_bytes(KV, 0, 64)
-    load = Load("a", [ArtifactSpan(KV, 0, 192, 64, [0, 4096, 8192])], {}, parked=True)
+    load = Load("a", [ArtifactSpan(KV, 0, 192, 64, [0, 4096, 8192])], {}, True, 192)
     for _ in range(20):
         meta = StepMetadata(loads=[load])
         engine.side._learner.request_timing(scheduled(), {}, meta)  # type: ignore[arg-type]
@@ -173,10 +173,10 @@ def test_a_step_that_only_loads_teaches_the_load() -> None:
     engine.side.close()
 
 
-def learner(engine: Engine) -> tuple[CostLearner, list[float]]:
-    """Return a learner and the clock that the test sets."""
-    now = [100.0]
-    return CostLearner(engine.costs, engine.layout, engine.store, lambda: now[0]), now
+def learner(engine: Engine) -> tuple[CostLearner, Clock]:
+    """Return a learner and its clock."""
+    clock = Clock()
+    return CostLearner(engine.costs, engine.layout, engine.store, clock), clock
 
 
 def asked(learner: CostLearner, engine: Engine, name: str, num_tokens: int) -> int:
@@ -188,23 +188,23 @@ def asked(learner: CostLearner, engine: Engine, name: str, num_tokens: int) -> i
 
 def test_the_time_of_a_step_beyond_its_forward_is_learned(engine: Engine) -> None:
     engine.admit(FakeRequest("a", tokens(20_000)))
-    learning, now = learner(engine)
+    learning, clock = learner(engine)
     for _ in range(40):
         number = asked(learning, engine, "a", 128)
-        now[0] += 0.030
+        clock.passes(0.030)
         report = WorkerReport(timings=[StepTiming(number, 0.020, 0.0)], timed_step=number)
         learning.on_report(report)
-        now[0] += 5.0  # idle
+        clock.passes(5.0)  # idle
     assert engine.costs.compute.predict(128, 0) == pytest.approx(0.030, rel=0.02)
 
 
 def test_steps_scheduled_ahead_do_not_count_each_other_s_time(engine: Engine) -> None:
     engine.admit(FakeRequest("a", tokens(20_000)))
-    learning, now = learner(engine)
+    learning, clock = learner(engine)
     running = asked(learning, engine, "a", 128)
     for _ in range(40):
         ahead = asked(learning, engine, "a", 128)
-        now[0] += 0.030
+        clock.passes(0.030)
         timings = [StepTiming(running, 0.020, 0.0)]
         learning.on_report(WorkerReport(timings=timings, timed_step=running))
         running = ahead
@@ -213,14 +213,14 @@ def test_steps_scheduled_ahead_do_not_count_each_other_s_time(engine: Engine) ->
 
 def test_a_late_timing_is_compared_with_its_own_step(engine: Engine) -> None:
     engine.admit(FakeRequest("a", tokens(20_000)))
-    learning, now = learner(engine)
+    learning, clock = learner(engine)
     late: list[StepTiming] = []
     for _ in range(40):
         number = asked(learning, engine, "a", 128)
-        now[0] += 0.030
+        clock.passes(0.030)
         learning.on_report(WorkerReport(timings=late, timed_step=number))
         late = [StepTiming(number, 0.020, 0.0)]
-        now[0] += 0.5
+        clock.passes(0.5)
         learning.on_report(WorkerReport())
     assert engine.costs.compute.predict(128, 0) == pytest.approx(0.030, rel=0.02)
 
@@ -350,8 +350,7 @@ def test_chunks_that_a_request_must_not_load_do_not_leave_first(
     assert engine.store.flush(20.0)
     engine.store.leave_to_ssd()
     first = FakeRequest("first", tokens(70))
-    while engine.ask(first) is None:
-        time.sleep(1e-3)
+    engine.answered(first)
     assert engine.run(first) == 64
     taught(engine, token_s=1e-6, byte_s=1e-3)
     declined: list[StoredChunk] = []

@@ -103,9 +103,9 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
         worker.close()
 
 
-def load(blocks: list[int], *, parked: bool = False, resume: int | None = None) -> Load:
+def load(blocks: list[int], *, parked: bool = False, resume: int = CHUNK) -> Load:
     span = ArtifactSpan(KV, 0, CHUNK, CHUNK, [SIZE])
-    return Load("r", [span], {(KV, 0): Blocks(0, blocks)}, parked, resume=resume, load_id=5)
+    return Load("r", [span], {(KV, 0): Blocks(0, blocks)}, parked, resume, load_id=5)
 
 
 def save(blocks: list[int]) -> Save:

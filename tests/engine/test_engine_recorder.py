@@ -17,6 +17,7 @@ from hetero_connector.tools.recording import timeline_of
 from tests.chrome_trace import read_trace
 from tests.engine.fakes import DENSE, FakeRequest
 from tests.engine.stepped import Engine, in_use, tokens
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -35,8 +36,7 @@ def recorded(engine: Engine, work: Callable[[], None]) -> dict[str, Any]:
     answers: list[dict[str, Any]] = []
     thread = threading.Thread(target=lambda: answers.append(recorder(engine).record({})))
     thread.start()
-    while not recorder(engine)._is_on:
-        time.sleep(1e-3)
+    until(lambda: recorder(engine)._is_on)
     work()
     recorder(engine).close()
     thread.join(60)

@@ -44,7 +44,7 @@ def fleet(
             stack.callback(server.stop)
         for server in servers:
             server.start()
-            until("it has joined", lambda s=server: value(s, "directory_joined") == 1)
+            until(lambda s=server: value(s, "directory_joined") == 1, "it has joined")
         yield servers
 
 
@@ -139,13 +139,13 @@ def test_a_killed_server_finds_on_its_ssd_what_continues_anothers_chain(
 
     computed(ann, preamble)
     with start_bob() as bob:
-        until("bob has joined", lambda: value(bob, "directory_joined") == 1)
+        until(lambda: value(bob, "directory_joined") == 1, "bob has joined")
         answer = computed(bob, prompt)
-        until("what is bob's is on its SSD", lambda: all_written(bob))
+        until(lambda: all_written(bob), "what is bob's is on its SSD")
         assert value(bob, "replicas") > 0
         bob.kill()
     with start_bob() as bob:
-        until("bob is back", lambda: value(bob, "directory_joined") == 1)
+        until(lambda: value(bob, "directory_joined") == 1, "bob is back")
         assert value(bob, "artifacts", tier="ssd") > 0
         reply = bob.complete(prompt, MAX_TOKENS)
         same(reply, answer)
@@ -170,20 +170,20 @@ def test_a_server_restores_what_another_computed_and_outlives_it_and_the_directo
     from_peer = value(bob, "hit_tokens", tier="peer")
     assert reply.cached_tokens == from_peer - before >= 1024, what_happened(ann, bob)
     assert value(bob, "restored_bytes", tier="peer") > 0
-    until("it is a replica", lambda: value(bob, "replicas") > 0)
+    until(lambda: value(bob, "replicas") > 0, "it is a replica")
 
     redis.kill()
     same(bob.complete(prompts[1], MAX_TOKENS), answers[1])
-    until("alone", lambda: value(bob, "directory_joined") == 0)
+    until(lambda: value(bob, "directory_joined") == 0, "alone")
     same(ann.complete(prompts[1], MAX_TOKENS), answers[1])
     assert value(bob, "hit_tokens", tier="peer") == from_peer
     claimed, has = value(ann, "directory_claims"), value(ann, "artifacts", tier="dram")
     redis.start()
     for server in (ann, bob):
-        until("back", lambda s=server: value(s, "directory_joined") == 1)
+        until(lambda s=server: value(s, "directory_joined") == 1, "back")
     seeds = count(1_000)
-    until("bob is answered", lambda: is_answered(bob, next(seeds)))
-    until("ann has claimed all again", lambda: value(ann, "directory_claims") >= claimed + has)
+    until(lambda: is_answered(bob, next(seeds)), "bob is answered")
+    until(lambda: value(ann, "directory_claims") >= claimed + has, "ann has claimed all again")
     same(bob.complete(prompts[2], MAX_TOKENS), answers[2])
     assert value(bob, "hit_tokens", tier="peer") > from_peer
 
@@ -203,10 +203,10 @@ def test_a_server_stopped_for_longer_than_its_lease_takes_nothing_back(tmp_path:
             for prompt, answer in zip(prompts, answers, strict=True):
                 same(bob.complete(prompt, MAX_TOKENS), answer)
             assert value(bob, "hit_tokens", tier="peer") == 0
-            until("bob owns it", lambda: value(bob, "directory_claims", outcome="owned") > 0)
+            until(lambda: value(bob, "directory_claims", outcome="owned") > 0, "bob owns it")
         finally:
             os.killpg(ann.group, signal.SIGCONT)
-        until("ann has replicas", lambda: value(ann, "replicas") > 0)
+        until(lambda: value(ann, "replicas") > 0, "ann has replicas")
         assert value(bob, "replicas") == 0
         for prompt, answer in zip(prompts, answers, strict=True):
             same(ann.complete(prompt, MAX_TOKENS), answer)
@@ -223,7 +223,7 @@ def test_a_redis_that_hangs_or_refuses_leaves_each_server_with_its_own(tmp_path:
         redis.resume()
         assert value(bob, "hit_tokens", tier="peer") == 0
         seeds = count(2_000)
-        until("bob is answered", lambda: is_answered(bob, next(seeds)))
+        until(lambda: is_answered(bob, next(seeds)), "bob is answered")
         same(bob.complete(prompts[2], MAX_TOKENS), answers[2])
         assert value(bob, "hit_tokens", tier="peer") > 0
         bob.stop()

@@ -60,7 +60,7 @@ class Faults:
             server.launch()
         for server in servers:
             server.start()
-            until("it has joined", lambda s=server: value(s, "directory_joined") == 1)  # type: ignore[misc]
+            until(lambda s=server: value(s, "directory_joined") == 1, "it has joined")  # type: ignore[misc]
 
     def round(self, kind: str, seed: int) -> None:
         owner, reader, other = self.rng.sample(list(self.servers.values()), 3)
@@ -69,7 +69,7 @@ class Faults:
         time.sleep(0.5)  # time to write to its SSD and to report that to the fleet
         self.kinds[kind](owner, reader, other)
         for server in self.servers.values():
-            until("all are back", lambda s=server: value(s, "directory_joined") == 1)  # type: ignore[misc]
+            until(lambda s=server: value(s, "directory_joined") == 1, "all are back")  # type: ignore[misc]
             self.ask(server)
 
     def ask(self, server: Server) -> None:

@@ -17,10 +17,11 @@ from hetero_connector.store.peers.card import PeerCard
 from ownership.directory import Claim
 from ownership.directory.memory import MemoryDirectory
 from ownership.member.fleet_worker import FleetWorker
+from tests.clock import Clock
 from tests.engine.fakes import DENSE, HYBRID, FakeRequest
 from tests.engine.stepped import CHUNK, LOAD_DEADLINE_S, Engine, tokens
-from tests.engine.stepped_fleet import WAIT_S, Fleet, chunk_bytes, joined, until
-from tests.store.filling import Clock
+from tests.engine.stepped_fleet import WAIT_S, Fleet, chunk_bytes, joined
+from tests.waiting import until
 
 PROMPT = tokens(3 * CHUNK + 40)
 

@@ -224,6 +224,29 @@ def test_pages_that_a_copy_may_still_touch_are_not_released(
         both.worker.unregister_kv_caches()
 
 
+@pytest.mark.parametrize(
+    "method", ["_queue.remove", "predictions.on_progress", "reports.on_finished"]
+)
+def test_a_request_whose_end_cannot_be_noted_is_saved_and_keeps_no_pins(
+    both: Both, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    engine, waiting = both.engine, FakeRequest("c", tokens(200))
+    engine.run(FakeRequest("a", tokens(200)))
+    engine.admit(running := FakeRequest("b", tokens(100, seed=1)))
+    both.step(b=100)
+    running.num_computed_tokens = 100
+    assert engine.ask(waiting) == 192
+    owner, name = method.split(".")
+    monkeypatch.setattr(getattr(engine.side, owner), name, _boom)
+    both.scheduler.request_finished_all_groups(waiting, ([],))  # type: ignore[arg-type]
+    assert in_use(engine) == []
+    both.scheduler.request_finished_all_groups(running, engine.tables.ids["b"])  # type: ignore[arg-type]
+    assert both.errors() == {"heterocache_hook_errors{hook=request_finished_all_groups}": 2}
+    monkeypatch.undo()
+    both.step()
+    assert engine.ask(FakeRequest("d", tokens(100, seed=1))) == 96
+
+
 def test_hooks_without_metadata_and_after_the_end_are_misses(both: Both) -> None:
     for _ in range(2):
         both.worker.unregister_kv_caches()

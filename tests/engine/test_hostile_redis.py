@@ -157,7 +157,7 @@ def test_no_answer_changes_whatever_is_written_into_the_directory(
         attempts = (met(name, deed, fleet, next(seeds)) for _ in range(TRIES))
         assert any(attempts), f"{name}: not counted"
     for server in (ann, bob):
-        until("it has joined", lambda s=server: value(s, "directory_joined") == 1)  # type: ignore[misc]
+        until(lambda s=server: value(s, "directory_joined") == 1, "it has joined")  # type: ignore[misc]
         assert value(server, "hook_errors") == 0
     for _ in range(TRIES):  # a peer that failed is left alone for a second
         prompt = prompt_tokens(1_100, next(seeds))
@@ -177,11 +177,11 @@ def met(
     Return whether bob has counted a failure at a peer.
     """
     ann, bob, stranger = fleet
-    until(f"they have joined: {name}", lambda: set(stranger.workers()) == set(NAMES))
+    until(lambda: set(stranger.workers()) == set(NAMES), f"they have joined: {name}")
     before = set(stranger.records())
     prompt = prompt_tokens(1_100, seed)
     answer = computed(ann, prompt)
-    until(f"it is known: {name}", lambda: bool(set(stranger.records()) - before))
+    until(lambda: bool(set(stranger.records()) - before), f"it is known: {name}")
     failures = value(bob, "failures", tier="peer")
     deed(stranger)
     for server in (bob, ann):

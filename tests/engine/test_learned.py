@@ -24,14 +24,8 @@ from hetero_connector.planner.profile import CostProfile, ProfileSubject
 from hetero_connector.planner.sessions import ThinkTimes
 from hetero_connector.spec import StateType
 from hetero_connector.tools import engines
-from tests.engine.harness import (
-    engine,
-    forget_local,
-    generate,
-    prompt_tokens,
-    scheduler_side,
-    until,
-)
+from tests.engine.harness import engine, forget_local, generate, prompt_tokens, scheduler_side
+from tests.waiting import until
 
 KV = StateType.DENSE_KV
 SUBJECT = ProfileSubject("Tiny", "c0ffee", "bfloat16", "", "auto", 1, "a processor, 2 cores")
@@ -238,7 +232,7 @@ def test_the_next_engine_decides_with_what_the_first_learned(
         side = scheduler_side(llm)
         assert side.costs.compute.samples == 0
         assert side.costs.compute.predict(512.0, 1024.0) == pytest.approx(taught, rel=1e-3)
-        (status,) = (x.status for x in engines.find(str(os.getpid())))
+        (status,) = (x.status for x in engines.choose(str(os.getpid())).running)
         assert status["engine"]["costs_from"].startswith("learned on ")
     before = file.read_bytes()
     content = json.loads(before)

@@ -21,6 +21,7 @@ from hetero_connector.engine.api import live
 from hetero_connector.engine.api.live import Dashboard, engine_feed, make_live_router
 from hetero_connector.live_page import feed as live_feed
 from hetero_connector.live_page.feed import MAX_VIEWERS, Feed
+from tests.waiting import until
 
 PAGE = Path(live.__file__).parent / "page"
 SHARED = Path(live_feed.__file__).parent / "page"
@@ -57,8 +58,7 @@ class Service:
         self.server = app.state.server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self.server.run)
         self._thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
+        until(lambda: self.server.started, "the server has started")
         port = self.server.servers[0].sockets[0].getsockname()[1]
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
 
@@ -133,13 +133,6 @@ class Viewer:
         self.answer.close()
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 def test_a_viewer_gets_one_event_after_another(service: Service) -> None:
     viewer = Viewer(service.get(LIVE))
     assert viewer.answer.headers["content-type"].startswith("text/event-stream")
@@ -170,7 +163,7 @@ def test_without_viewers_no_engine_is_asked(
     viewer.next()
     assert feed.viewers == 1
     viewer.leave()
-    wait_for(lambda: feed.viewers == 0)
+    until(lambda: feed.viewers == 0)
     asked = engines.asked
     time.sleep(3 * PERIOD_S)
     assert engines.asked == asked
@@ -182,7 +175,7 @@ def test_one_viewer_too_many_is_told_so(feed: Feed, service: Service) -> None:
     assert refused.status_code == 503
     assert "viewers watch already" in refused.json()["error"]["message"]
     viewers.pop().leave()
-    wait_for(lambda: feed.viewers == MAX_VIEWERS - 1)
+    until(lambda: feed.viewers == MAX_VIEWERS - 1)
     viewers.append(Viewer(service.get(LIVE)))
     for viewer in viewers:
         viewer.leave()
@@ -194,7 +187,7 @@ def test_a_viewer_that_does_not_read_is_dropped(
     monkeypatch.setattr(live_feed, "_VIEWER_PATIENCE_S", 0.3)
     engines.answer = lambda asked: "x" * 4_000_000
     viewer = Viewer(service.get(LIVE))
-    wait_for(lambda: feed.viewers == 0)
+    until(lambda: feed.viewers == 0)
     viewer.leave()
 
 

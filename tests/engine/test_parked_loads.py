@@ -27,10 +27,10 @@ from tests.engine.harness import (
     prompt_tokens,
     scheduler_side,
     settle,
-    until,
     wide,
 )
 from tests.engine.single_steps import add, step, worker_connector
+from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 

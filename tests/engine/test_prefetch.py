@@ -28,9 +28,9 @@ from tests.engine.harness import (
     prompt_tokens,
     scheduler_side,
     settle,
-    until,
     wide,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.engine
 

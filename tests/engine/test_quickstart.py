@@ -15,7 +15,8 @@ import pytest
 
 from examples.checkpoints import write_checkpoint
 from examples.serving import Server
-from tests.engine.harness import CHECKPOINTS, prompt_tokens, until
+from tests.engine.harness import CHECKPOINTS, prompt_tokens
+from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]  # a server start
 
@@ -84,9 +85,9 @@ def test_a_prompt_sent_again_is_restored(tmp_path: Path) -> None:
         server.reset_prefix_cache()
         second_report = send_start_page_request(server)
         # No request follows: the engine is idle, and the gauges still show what is stored.
-        until(lambda: stored(server, "dram") > 0 and stored(server, "ssd") > 0)
+        until(lambda: stored(server, "dram") > 0 and stored(server, "ssd") > 0, pause_s=0.05)
         server.reset_prefix_cache(external=True)
-        until(lambda: stored(server, "dram") == stored(server, "ssd") == 0)
+        until(lambda: stored(server, "dram") == stored(server, "ssd") == 0, pause_s=0.05)
     assert sum(status["tiers"][0]["bytes"].values()) > 0
     reasons = [(x["choice"], x["reason"]) for x in status["decisions"]]
     assert reasons == [("compute", "nothing_stored"), ("load", None)]

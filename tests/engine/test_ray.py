@@ -25,9 +25,9 @@ from tests.engine.harness import (
     scheduler_side,
     settle,
     shutdown,
-    until,
 )
 from tests.engine.ray_on_cpu import pretend_gpus
+from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests import waiting
 from tests.engine.harness import prompt_tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
@@ -27,13 +27,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 ROOT = Path(__file__).parents[2]
 PROMPT = prompt_tokens(1500, seed=92)
 WAIT_S = 600.0
-
-
-def until(condition: Callable[[], bool], log: Path) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, log.read_text()[-6000:]
-        time.sleep(0.5)
 
 
 class App:
@@ -45,6 +38,10 @@ class App:
     def is_ready(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()[-6000:]
         return "\nready: " in self.log.read_text()
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        """Wait with few questions: most are requests to Ray or to the application."""
+        waiting.until(is_so, lambda: self.log.read_text()[-6000:], WAIT_S, pause_s=0.5)
 
     def complete(self, prompt: list[int], session: str, **more: Any) -> tuple[str, int]:
         """Return the text and the tokens that were not computed."""
@@ -113,7 +110,7 @@ def running(tmp_path: Path, *arguments: str) -> Iterator[App]:
         )
     app = App(process, port, log)
     try:
-        until(app.is_ready, log)
+        app.until(app.is_ready)
         yield app
     finally:
         started = []
@@ -144,25 +141,25 @@ def test_replicas_share_and_a_killed_one_s_successor_reads_from_its_peer(tmp_pat
                 app.complete(PROMPT[:20], session)
             return sum(app.series("directory_joined").values()) == 2
 
-        until(have_joined, app.log)
+        app.until(have_joined)
         first_two = set(app.series("directory_joined"))
         text, cached = app.complete(PROMPT, "a")
         assert cached == 0
-        until(lambda: bool(app.series("directory_claims_total", outcome="owned")), app.log)
+        app.until(lambda: bool(app.series("directory_claims_total", outcome="owned")))
         # By turns: the other replica restores what the first one has.
         assert app.complete(PROMPT, "b") == (text, 1280)
-        until(lambda: 1280 in app.series("hit_tokens_total", tier="peer").values(), app.log)
+        app.until(lambda: 1280 in app.series("hit_tokens_total", tier="peer").values())
 
         before = app.replicas()
         assert len(before) == 2
         before[0].kill()
-        until(lambda: not before[0].is_running(), app.log)
+        app.until(lambda: not before[0].is_running())
         # The next replica of this rank joins under the same name.
-        until(lambda: bool(set(app.series("directory_joined")) - first_two), app.log)
-        until(lambda: len(app.replicas()) == 2, app.log)
+        app.until(lambda: bool(set(app.series("directory_joined")) - first_two))
+        app.until(lambda: len(app.replicas()) == 2)
         for session in ("a", "b", "c", "d"):
             assert app.complete(PROMPT, session)[0] == text
-        until(lambda: bool(set(app.series("hit_tokens_total", tier="peer")) - first_two), app.log)
+        app.until(lambda: bool(set(app.series("hit_tokens_total", tier="peer")) - first_two))
 
 
 def test_requests_go_to_the_replica_with_their_state_and_elsewhere_when_it_is_killed(
@@ -175,10 +172,10 @@ def test_requests_go_to_the_replica_with_their_state_and_elsewhere_when_it_is_ki
             app.complete(PROMPT[:20], "other")
             return app.placements("exact") > 0
 
-        until(is_exact, app.log)
+        app.until(is_exact)
         text, cached = app.complete(PROMPT, "a")
         assert cached == 0
-        until(lambda: bool(app.series("directory_claims_total", outcome="owned")), app.log)
+        app.until(lambda: bool(app.series("directory_claims_total", outcome="owned")))
         [owner] = app.series("directory_claims_total", outcome="owned")
         # The owner's engine has more of it than whole chunks, which are all that others could read.
         for session in ("a", "b", "c", "d"):
@@ -188,10 +185,10 @@ def test_requests_go_to_the_replica_with_their_state_and_elsewhere_when_it_is_ki
 
         killed = app.replica(owner)
         killed.kill()
-        until(lambda: not killed.is_running(), app.log)
+        app.until(lambda: not killed.is_running())
         assert app.complete(PROMPT, "a")[0] == text
         assert app.complete(PROMPT, "a") == (text, cached)
-        until(lambda: len(app.replicas()) == 2, app.log)
+        app.until(lambda: len(app.replicas()) == 2)
         assert app.complete(PROMPT, "b") == (text, cached)
 
 

@@ -7,7 +7,6 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from hetero_connector.errors import StoreError, UnsupportedModelError
 from hetero_connector.spec import ModelSpec
 from hetero_connector.store.arena import ArenaHandle
 from tests.engine.fakes import HYBRID
+from tests.waiting import until
 
 LAYOUT = ArtifactLayout(HYBRID, 64)
 
@@ -209,9 +209,11 @@ def test_an_engine_in_another_pid_namespace_keeps_its_announcements(own_director
         stdin=subprocess.PIPE,
         env=os.environ | {"TMPDIR": str(own_directory)},
     ) as other:
-        while not list(own_directory.rglob("other.*.arena")):
-            assert other.poll() is None
-            time.sleep(0.01)
+        announced = own_directory.rglob
+        until(
+            lambda: list(announced("other.*.arena")) or other.poll() is not None, patience_s=200.0
+        )
+        assert other.poll() is None
         publish_arena("third", ArenaHandle("/proc/5/fd/6", 4096), LAYOUT)
         assert collect_geometries("engine", 1) == [geometry(0)]
         assert find_arena("engine") is not None

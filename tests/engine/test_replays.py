@@ -14,7 +14,7 @@ from hetero_connector.engine.messages import StepMetadata
 from hetero_connector.planner.plan import WindowReplay
 from hetero_connector.spec import Family, ModelSpec, StateType
 from tests.engine.fakes import FakeRequest, layer, scheduled
-from tests.engine.stepped import Engine, in_use, tokens
+from tests.engine.stepped import Engine, artifacts_of, in_use, tokens
 
 MODEL = ModelSpec(
     (
@@ -79,7 +79,7 @@ def loaded(meta: StepMetadata) -> set[int]:
         assert set(load.blocks) == {(KV, 0)}, "windows are rebuilt, not loaded"
         blocks = load.blocks[KV, 0]
         pages = range(blocks.first_page, blocks.first_page + len(blocks.ids))
-        covered = {p for x in load.copy.artifacts for p in range(x.start // BLOCK, x.end // BLOCK)}
+        covered = {p for x in artifacts_of(load) for p in range(x.start // BLOCK, x.end // BLOCK)}
         assert covered >= set(pages), "a page without bytes"
         ids.update(blocks.ids)
     return ids

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +24,8 @@ from hetero_connector.engine.scheduler.request_report import RequestReport, untr
 from hetero_connector.engine.scheduler.spans import SPAN, SpanWriter
 from tests.engine.fakes import DENSE, FakeRequest
 from tests.engine.stepped import Engine, tokens
-from tests.engine.test_restorer import answer, on_ssd
+from tests.engine.test_restorer import on_ssd
+from tests.waiting import until
 
 LOGGER = "vllm.heterocache.requests"
 CALLER = "00-11112222333344445555666677778888-00f067aa0ba902b7-01"
@@ -50,13 +50,6 @@ def provider(exporter: InMemorySpanExporter) -> TracerProvider:
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     return provider
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
 
 
 def report_of(**fields: Any) -> RequestReport:
@@ -96,7 +89,7 @@ def test_reads_from_ssd_are_timed(tmp_path: Path) -> None:
     engine = on_ssd(tmp_path)
     request = FakeRequest("b", tokens(400))
     engine.requests["b"] = request
-    restored = answer(engine, request, 0)
+    restored = engine.answered(request)
     engine.grow_table(request)
     engine.side.on_allocated(request, restored)
     request.num_computed_tokens = restored
@@ -176,7 +169,7 @@ def test_each_request_is_one_line_of_json_whatever_its_id(
 ) -> None:
     with caplog.at_level(logging.DEBUG, LOGGER):
         engine.run(FakeRequest('x"\n{}', tokens(200)))
-        wait_until(lambda: bool(caplog.messages))
+        until(lambda: bool(caplog.messages))
     (line,) = caplog.messages
     assert "\n" not in line
     report = json.loads(line)
@@ -213,7 +206,7 @@ def test_an_exporter_that_hangs_delays_nothing_and_what_waits_is_bounded(engine:
     assert dropped >= 99
     assert slow.written == 0
     slow.go_on.set()
-    wait_until(lambda: slow.written == _MAX_JOBS + 100 - dropped)
+    until(lambda: slow.written == _MAX_JOBS + 100 - dropped)
 
 
 def test_spans_that_fail_are_counted_and_the_next_ones_made(engine: Engine) -> None:
@@ -227,8 +220,8 @@ def test_spans_that_fail_are_counted_and_the_next_ones_made(engine: Engine) -> N
     engine.side.reports.spans = Failing()  # type: ignore[assignment]
     for name in "bc":
         engine.side.on_finished(FakeRequest(name, [1]), ([], []))
-    wait_until(lambda: len(written) == 2)
-    wait_until(lambda: engine.recorder.has_news())
+    until(lambda: len(written) == 2)
+    until(lambda: engine.recorder.has_news())
     assert engine.counters()["heterocache_hook_errors{hook=report}"] >= 1
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,26 +34,18 @@ from hetero_connector.engine.scheduler.request_identifier import (
 from hetero_connector.engine.scheduler.requests import RequestTracker
 from hetero_connector.metrics import Recorder
 from ownership.router.identity import ChainCache, ChainNaming
+from tests.clock import Clock
 from tests.engine.fakes import FakeRequest
 from tests.engine.test_media import item
+from tests.waiting import until
 
 HASHER = ChainHasher(b"f" * 32, 256)
 TOKENS = [7] * 1100
 
 
-class Clock:
-    """A clock that the test advances."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(0.0)
 
 
 @pytest.fixture
@@ -73,11 +64,12 @@ def found(
     identifier: RequestIdentifier, request: FakeRequest
 ) -> RequestIdentity | UnidentifiedReason:
     """Identify again and again until there is a result, as vLLM does."""
-    deadline = time.monotonic() + 30.0
-    while (known := identifier.identify(request)) is UnidentifiedReason.PENDING:
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
-    return known
+
+    def known() -> RequestIdentity | UnidentifiedReason | None:
+        answer = identifier.identify(request)
+        return None if answer is UnidentifiedReason.PENDING else answer
+
+    return until(known)
 
 
 def keys(identifier: RequestIdentifier, request: FakeRequest) -> list[str] | None:
@@ -324,8 +316,7 @@ def test_a_disk_that_does_not_answer_delays_no_request(
         # While the disk hangs no other request waits for it.
         assert identifier.identify(request(lora=lora)) is UnidentifiedReason.NEVER
         answer.set()
-        while identifier.adapter_thread.busy_s:
-            time.sleep(1e-3)
+        until(lambda: not identifier.adapter_thread.busy_s)
         assert keys(identifier, request(lora=lora)) is not None
 
 
@@ -354,8 +345,7 @@ def test_an_adapter_that_changes_while_its_request_waits_is_not_cached(
     assert keys(identifier, request(lora=lora)) is not None
     waiting = request(lora=lora)
     identifier.begin(waiting)
-    while not identifier._readings[waiting.request_id].is_done:
-        time.sleep(1e-3)
+    until(lambda: identifier._readings[waiting.request_id].is_done)
     write_adapter(tmp_path / "a", b"another")
     clock.now_s = 1.0
     assert keys(identifier, waiting) is None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.store.ssd.space import JOURNAL_NAME
 from tests.engine.harness import CHECKPOINTS, prompt_tokens
 from tests.engine.process_group import assert_gone
+from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]  # three server starts
 
@@ -60,11 +61,8 @@ class Engines(Server):
 
     def wait_until_stored(self) -> None:
         """Wait until every engine has written to its SSD: its end may lose the last saves."""
-        deadline = time.monotonic() + 60.0
         for path in sorted(self.ssd.rglob(JOURNAL_NAME)):
-            while not self._rows(path):
-                assert time.monotonic() < deadline, f"nothing is in {path}"
-                time.sleep(0.1)
+            until(partial(self._rows, path), f"something is in {path}", pause_s=0.1)
 
     def _rows(self, path: Path) -> int:
         journal = Journal.open_copy(path, check=False)

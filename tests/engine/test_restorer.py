@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +19,9 @@ from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.planner.planner import Mode
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Wanted
+from tests.clock import Clock
 from tests.engine.fakes import DENSE, FakeRequest
-from tests.engine.stepped import CHUNK, LOAD_DEADLINE_S, Engine, tokens
+from tests.engine.stepped import CHUNK, LOAD_DEADLINE_S, Engine, in_use, tokens
 from tests.planner.chains import KV, SWA, chain_of
 
 IN_DRAM, ON_SSD = {KV: Tier.DRAM, SWA: Tier.DRAM}, {KV: Tier.SSD, SWA: Tier.DRAM}
@@ -56,13 +57,6 @@ def on_ssd(directory: Path, mode: Mode = "always_load") -> Engine:
     assert before.store.flush(20.0)
     before.side.close()
     return Engine(DENSE, mode=mode, **tiers)
-
-
-def answer(engine: Engine, request: FakeRequest, local: int) -> int:
-    """Match until the restore is staged; the store's deadline ends it at the latest."""
-    while (restored := engine.ask(request, local)) is None:
-        time.sleep(1e-3)
-    return restored
 
 
 class OneLost:
@@ -128,20 +122,32 @@ def test_a_failed_artifact_is_not_tried_again_while_pages_are_missing(
     assert reads.begun == 2, "it may have been a passing trouble"
 
 
+def test_a_dropped_restore_is_not_used_again_after_a_lookup(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, found = FakeRequest("b", tokens(200)), iter([False, True])
+    assert engine.ask(request) == 192
+    monkeypatch.setattr(engine.side._peers, "search", lambda *_: next(found))
+    assert engine.ask(request, local=192) is None
+    assert not in_use(engine), "the engine's own cache has as much"
+    assert engine.ask(request, local=0) == 192, "it has been evicted there"
+    assert len(in_use(engine)) == 3
+    engine.finish(request)
+
+
 @pytest.mark.parametrize("losing", [{2}, {1, 3}], ids=["at first all is well", "one is lost"])
 def test_waiting_for_pages_does_not_shorten_a_new_restores_deadline(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, losing: set[int]
 ) -> None:
     """vLLM evicts local pages before the second match, so more must be restored from SSD."""
     engine = on_ssd(tmp_path)
-    now_s = 0.0
-    monkeypatch.setattr(engine.side._restorer, "_clock", lambda: now_s)
+    monkeypatch.setattr(engine.side._restorer, "_clock", clock := Clock(0.0))
     reads = OneLost(engine.store, losing)
     monkeypatch.setattr(engine.store, "begin_restore", reads)
     request = FakeRequest("b", tokens(400))
-    answer(engine, request, local=128)
-    now_s = 12 * LOAD_DEADLINE_S
-    restored = answer(engine, request, local=0)
+    engine.answered(request, local=128)
+    clock.passes(12 * LOAD_DEADLINE_S)
+    restored = engine.answered(request)
     assert restored == 384 - 64 * len(losing)
     assert reads.begun == len(losing) + 2
     timings = (engine.recorder.drain() or {})[HISTOGRAMS]
@@ -151,15 +157,9 @@ def test_waiting_for_pages_does_not_shorten_a_new_restores_deadline(
 
 def one_lost_late(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> OneLost:
     """Let the engine lose an artifact after three quarters of a request's time."""
-    now_s = 0.0
-
-    def pass_time() -> None:
-        nonlocal now_s
-        now_s += 0.75 * LOAD_DEADLINE_S
-
-    monkeypatch.setattr(engine.side._restorer, "_clock", lambda: now_s)
+    monkeypatch.setattr(engine.side._restorer, "_clock", clock := Clock(0.0))
     reads = OneLost(engine.store, {1})
-    reads.on_lost = pass_time
+    reads.on_lost = partial(clock.passes, 0.75 * LOAD_DEADLINE_S)
     monkeypatch.setattr(engine.store, "begin_restore", reads)
     return reads
 
@@ -170,7 +170,7 @@ def test_all_attempts_of_a_request_share_one_deadline(
     """The first attempt loses an artifact after most of the time."""
     engine = on_ssd(tmp_path)
     reads = one_lost_late(engine, monkeypatch)
-    assert answer(engine, FakeRequest("b", tokens(400)), local=0) == 320
+    assert engine.answered(FakeRequest("b", tokens(400))) == 320
     assert reads.limits_s == [LOAD_DEADLINE_S, 0.25 * LOAD_DEADLINE_S]
     engine.side.close()
 
@@ -184,7 +184,7 @@ def test_a_later_attempt_is_planned_for_the_time_that_is_left(
     engine.costs.load = LoadModel([KV], {Tier.SSD: TierRates(0.0, {KV: byte_s}, byte_s)})
     engine.costs.compute = ComputeRegression(ComputeCoefficients(0.0, 10.0 * LOAD_DEADLINE_S, 0.0))
     reads = one_lost_late(engine, monkeypatch)
-    assert answer(engine, FakeRequest("b", tokens(400)), local=0) == 128, "two chunks"
+    assert engine.answered(FakeRequest("b", tokens(400))) == 128, "two chunks"
     assert reads.begun == 2
     engine.side.close()
 

@@ -15,7 +15,7 @@ from examples.embedded_redis import EmbeddedRedis
 from examples.serving import Server
 from tests.engine.fleets import all_claimed, server_of, until
 from tests.engine.harness import prompt_tokens
-from tests.ownership.router.bench import RunningRouter, config_of, wait_until
+from tests.ownership.router.bench import RunningRouter, config_of
 
 pytestmark = [
     pytest.mark.engine,
@@ -99,7 +99,7 @@ def test_a_prompt_is_computed_by_one_server_and_answered_by_another(
     with router_of(tmp_path, redis, servers, workers=workers, policy="static_pd") as router:
         router.client.timeout = httpx.Timeout(300.0)
         short = {"model": MODEL, "prompt": "hi", "max_tokens": 1}
-        wait_until(
+        until(
             lambda: (
                 router.client.post("/v1/completions", json=short)
                 and router.metric("prefills_total", result="done", worker=names[0]) > 0
@@ -122,9 +122,9 @@ def test_a_prompt_is_computed_by_one_server_and_answered_by_another(
             assert texts(answer.json())
         for path in ("/v1/responses", "/v1/messages"):  # the answers above were compared
             body = {"model": MODEL, "temperature": 0.0, **REQUESTS[path]}
-            wait_until(lambda p=path, b=body: certainty(router, p, b) == "exact")
+            until(lambda p=path, b=body: certainty(router, p, b) == "exact")
         assert router.metric("prefills_total", result="failed", worker=names[0]) == 0
-        wait_until(lambda: len([x for x in decisions(tmp_path) if x["prompt_tokens"] > 300]) > 5)
+        until(lambda: len([x for x in decisions(tmp_path) if x["prompt_tokens"] > 300]) > 5)
     for line in decisions(tmp_path):
         assert line["prefill_problem"] is None, line
 
@@ -142,7 +142,7 @@ def test_a_cold_router_sends_a_conversation_to_the_server_that_has_it(
     talk = [{"role": "user", "content": "Once more. " + WORDS * 40}]
     body = {"model": MODEL, "messages": talk, "max_tokens": 4, "temperature": 0.0}
     first = httpx.post(f"{holder.url}/v1/chat/completions", json=body, timeout=300.0).json()
-    until("the fleet knows", lambda: value(holder, "directory_claims") > 0 and all_claimed(holder))
+    until(lambda: value(holder, "directory_claims") > 0 and all_claimed(holder), "the fleet knows")
     answer = first["choices"][0]["message"]["content"]
     talk += [{"role": "assistant", "content": answer}, {"role": "user", "content": "Go on."}]
     with router_of(tmp_path, redis, servers, policy="prefix_aware") as router:
@@ -158,9 +158,9 @@ def test_a_cold_router_sends_a_conversation_to_the_server_that_has_it(
             return told
 
         small = [{"role": "user", "content": "hi"}]
-        wait_until(lambda: ask(small, "").headers["x-heterocache-placement"].startswith("exact"))
+        until(lambda: ask(small, "").headers["x-heterocache-placement"].startswith("exact"))
         assert ask(talk, "s").headers["x-heterocache-worker"] == name
-        wait_until(lambda: decisions(tmp_path)[-1]["session"] != "")
+        until(lambda: decisions(tmp_path)[-1]["session"] != "")
         assert decisions(tmp_path)[-1]["prefixes"][name][1] >= 2 * CHUNK
 
         redis.kill()

@@ -17,7 +17,8 @@ from ownership.router.identity import ChainCache
 from ownership.router.view import EventReader
 from ownership.router.view.block_index import block_naming
 from tests.engine.harness import CHECKPOINTS, prompt_tokens
-from tests.ownership.router.bench import RunningRouter, config_of, wait_until
+from tests.ownership.router.bench import RunningRouter, config_of
+from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -155,8 +156,8 @@ def test_a_prompt_goes_to_the_server_whose_events_say_that_it_has_it(
             body = {"model": MODEL, "prompt": prompt, "max_tokens": 2}
             direct = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300.0)
             assert direct.status_code == 200
-            wait_until(lambda p=prompt, n=name: known_tokens(reader, n, p) >= 640)
-            wait_until(lambda b=body, n=name: is_exact(b, n))
+            until(lambda p=prompt, n=name: known_tokens(reader, n, p) >= 640)
+            until(lambda b=body, n=name: is_exact(b, n))
 
 
 def known_tokens(reader: EventReader, server: str, prompt: list[int]) -> int:
@@ -177,7 +178,7 @@ def test_a_client_that_leaves_ends_its_request_in_the_engine(
         before = total(servers, "vllm:generation_tokens_total")
         with router.client.stream("POST", "/v1/completions", json=body) as answer:
             next(answer.iter_raw())
-        wait_until(lambda: total(servers, "vllm:num_requests_running") == 0)
+        until(lambda: total(servers, "vllm:num_requests_running") == 0)
         generated.append(total(servers, "vllm:generation_tokens_total") - before)
         if generated[-1] < LONG["max_tokens"]:
             return
@@ -208,4 +209,4 @@ def test_a_worker_that_is_killed_ends_its_stream_with_an_error_and_the_other_ser
     for _ in range(4):
         assert router.complete(model=MODEL, prompt=[5, 6, 7], max_tokens=2).status_code == 200
     assert router.metric("cut_total", worker=name) == 1
-    wait_until(lambda: router.states()[name] == "down")
+    until(lambda: router.states()[name] == "down")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -129,6 +129,26 @@ def test_the_policy_s_boundaries_are_stored_and_every_chunk_s_prefix(
     engine.step()
     assert checkpoints(engine) == expected
     assert checkpoints(engine, KV) == [64, 128, 192, 256, 320, 384, 400]
+
+
+def test_nothing_is_collected_in_a_step_that_completes_no_chunk(
+    engine_of: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, request = engine_of(Full()), FakeRequest("a", tokens(60))
+    engine.admit(request)
+    engine.step(a=60)
+    saver, asked = engine.side._saver, list[int]()
+    save_step = saver.save_step
+
+    def noted(tracker: Any, computed: int, *rest: Any) -> Any:
+        asked.append(computed)
+        return save_step(tracker, computed, *rest)
+
+    monkeypatch.setattr(saver, "save_step", noted)
+    decode(engine, request, 80)
+    assert asked == [64, 128]
+    engine.finish(request)
+    engine.step()
 
 
 def test_the_policy_is_asked_once_for_each_boundary(engine_of: Engines) -> None:
@@ -296,8 +316,7 @@ def test_a_turn_s_end_of_an_earlier_engine_counts_as_kept(tmp_path: Path) -> Non
     policy = Recording()
     engine = Engine(HYBRID, checkpoints=policy, **tiers)
     request = FakeRequest("b", [*tokens(256), *tokens(100, seed=1)])
-    while engine.ask(request) is None:
-        time.sleep(1e-3)
+    engine.answered(request)
     assert engine.run(request) == 256
     assert policy.observed == [Reuse(matched=4, kept=4, new=1)]
     engine.side.close()

@@ -18,7 +18,7 @@ from hetero_connector.artifacts.record import UNNUMBERED, Tier
 from hetero_connector.engine.messages import WorkerReport
 from hetero_connector.spec import StateType
 from tests.engine.fakes import DENSE, HYBRID, FakeRequest, layer, scheduled
-from tests.engine.stepped import CHUNK, Engine, in_use, tokens
+from tests.engine.stepped import CHUNK, Engine, artifacts_of, in_use, tokens
 from tests.engine.test_media import item
 
 KV, SWA = StateType.DENSE_KV, StateType.WINDOW_SWA
@@ -67,11 +67,11 @@ def test_the_next_request_restores_up_to_the_last_boundary(hybrid: Engine) -> No
     again = FakeRequest("b", tokens(200))
     assert hybrid.admit(again) == 192
     (load,) = hybrid.step(b=8).loads
-    assert [(x.state_type, x.end) for x in load.copy.artifacts] == [
+    assert [(x.state_type, x.end) for x in artifacts_of(load)] == [
         (KV, 64), (KV, 128), (KV, 192), (SWA, 192),
     ]  # fmt: skip
-    assert load.copy.blocks[SWA, 1].first_page == 10
-    assert load.copy.blocks[SWA, 1].ids == hybrid.tables.ids["b"][1][10:12]
+    assert load.blocks[SWA, 1].first_page == 10
+    assert load.blocks[SWA, 1].ids == hybrid.tables.ids["b"][1][10:12]
 
 
 @pytest.mark.parametrize(("num_tokens", "restored"), [(192, 176), (176, 160), (177, 176)])
@@ -83,8 +83,8 @@ def test_a_prompt_asked_again_computes_one_block_though_its_chunk_ends_with_it(
     dense.recorder.drain()
     assert dense.admit(FakeRequest("b", tokens(num_tokens))) == restored
     (load,) = dense.step(b=num_tokens - restored).loads
-    assert [x.end for x in load.copy.artifacts] == [64, 128, num_tokens - num_tokens % 16]
-    assert load.copy.blocks[KV, 0].ids == dense.tables.ids["b"][0][: restored // 16]
+    assert [x.end for x in artifacts_of(load)] == [64, 128, num_tokens - num_tokens % 16]
+    assert load.blocks[KV, 0].ids == dense.tables.ids["b"][0][: restored // 16]
     assert load.resume_tokens == restored
     counted = dense.counters()
     labels = "{state_type=dense_kv,tier=dram}"
@@ -103,8 +103,8 @@ def test_a_prompt_asked_again_is_restored_whole_though_its_chunk_has_tokens_of_t
     dense.recorder.drain()
     assert dense.admit(FakeRequest("b", tokens(150))) == 144
     (load,) = dense.step(b=6).loads
-    assert [x.end for x in load.copy.artifacts] == [64, 128, last_end]
-    assert load.copy.blocks[KV, 0].ids == dense.tables.ids["b"][0][:9]
+    assert [x.end for x in artifacts_of(load)] == [64, 128, last_end]
+    assert load.blocks[KV, 0].ids == dense.tables.ids["b"][0][:9]
     assert load.resume_tokens == 144
     counted = dense.counters()
     labels = "{state_type=dense_kv,tier=dram}"
@@ -178,8 +178,8 @@ def test_pages_of_the_local_hit_are_never_loaded_over(hybrid: Engine) -> None:
     request = FakeRequest("b", tokens(200))
     assert hybrid.admit(request, local=80) == 112
     (load,) = hybrid.step(b=8).loads
-    assert load.copy.blocks[KV, 0].first_page == 5
-    assert [x.start for x in load.copy.artifacts if x.state_type is KV] == [64, 128]
+    assert load.blocks[KV, 0].first_page == 5
+    assert [x.start for x in artifacts_of(load) if x.state_type is KV] == [64, 128]
 
 
 def test_nothing_is_saved_twice(hybrid: Engine) -> None:
@@ -284,7 +284,7 @@ def test_a_local_hit_that_grows_while_waiting_is_not_loaded_over(hybrid: Engine)
     assert hybrid.side.match(request, 0)[0] == 192  # type: ignore[arg-type]
     assert hybrid.admit(request, local=80) == 112
     (load,) = hybrid.step(b=8).loads
-    assert load.copy.blocks[KV, 0].first_page == 5
+    assert load.blocks[KV, 0].first_page == 5
 
 
 def test_chunks_that_a_growing_local_hit_overtakes_are_not_counted(dense: Engine) -> None:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,37 @@ def test_a_hinted_session_is_expected_at_the_hinted_time(turns: Turns) -> None:
     chain = RequestChain(ChainHasher(b"f" * 32, CHUNK))
     chain.extend(prompt)
     assert expected.leaves == tuple(chain.ending_at(end).key for end in (208, 192))
+
+
+def test_a_session_is_recognised_though_the_directory_answers_late(turns: Turns) -> None:
+    prompt = tokens(200)
+    put(turns, prompt)
+    session = turns.turn(asking("a", prompt))
+    chunks = [chunk.key for chunk in chain_of(prompt).chunks(len(prompt))]
+    turns.store.retention.limit_life(chunks, 3600.0, is_forgotten=True)
+    polls = iter([False])
+    lookup = SimpleNamespace(poll=lambda: next(polls, True), found=())
+    side: Any = turns.side
+    side._peers._fleet = SimpleNamespace(find=lambda _: lookup, accepts_claims=True)
+    again = asking("b", [*prompt, *tokens(100, seed=1)])
+    assert side.match(again, 0) == (None, False)
+    assert turns.turn(again) == session
+    assert not turns.store.retention._lifetimes, "what it has found is kept"
+
+
+def test_a_named_turn_begins_before_the_directory_answers(turns: Turns) -> None:
+    kept = {"heterocache": {"pin_s": 600}}
+    put(turns, tokens(200))
+    turns.turn(asking("a", tokens(200), session_id="s", kv_transfer_params=kept))
+    assert len(turns.store.retention.pins().pins) == 1
+    side: Any = turns.side
+    lookup = SimpleNamespace(poll=lambda: False, found=())
+    side._peers._fleet = SimpleNamespace(find=lambda _: lookup, accepts_claims=True)
+    ended = {"heterocache": {"end_session": True}}
+    again = asking("b", tokens(300), session_id="s", kv_transfer_params=ended)
+    assert side.match(again, 0) == (None, False)
+    side.on_finished(again, ([],))
+    assert not turns.store.retention.pins().pins
 
 
 @pytest.mark.parametrize("named", ["session_id", "kv_transfer_params"])

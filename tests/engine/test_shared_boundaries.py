@@ -22,7 +22,7 @@ from hetero_connector.engine.messages import WorkerReport
 from hetero_connector.engine.scheduler.shared_boundaries import SharedBoundaries, can_share
 from hetero_connector.spec import StateType
 from tests.engine.fakes import HYBRID, FakeBlockTables, FakeRequest
-from tests.engine.stepped import Engine, in_use, tokens
+from tests.engine.stepped import Engine, artifacts_of, in_use, tokens
 
 SWA = StateType.WINDOW_SWA
 FORK = 128
@@ -138,12 +138,12 @@ def sharing(sharing_of: Callable[..., Sharing]) -> Sharing:
 
 def test_a_restore_that_passes_a_fork_loads_its_window_too(sharing: Sharing) -> None:
     own, shared = sharing.order(request("c", 1))
-    assert [(x.state_type, x.start, x.end) for x in shared.copy.artifacts] == [(SWA, 64, FORK)]
+    assert [(x.state_type, x.start, x.end) for x in artifacts_of(shared)] == [(SWA, 64, FORK)]
     assert shared.blocks.keys() == {(SWA, 1)}
     blocks = shared.blocks[SWA, 1]
     assert range(blocks.first_page, blocks.first_page + len(blocks.ids)) == PAGES
     assert 0 not in blocks.ids
-    assert own.copy.artifacts[-1].end == END
+    assert artifacts_of(own)[-1].end == END
     assert not sharing.has_window(), "it is not loaded yet"
     sharing.report()
     assert sharing.has_window()
@@ -179,7 +179,7 @@ def test_the_next_session_waits_for_what_it_will_hit(sharing: Sharing) -> None:
     sharing.report()
     assert engine.admit(waiting, local=FORK) == END - FORK
     (load,) = engine.step(d=300 - END).loads
-    assert {x.start for x in load.copy.artifacts if x.state_type is not SWA} == {128, 192, 256}
+    assert {x.start for x in artifacts_of(load) if x.state_type is not SWA} == {128, 192, 256}
     for name in "cd":
         sharing.end(name)
 

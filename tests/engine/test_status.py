@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from hetero_connector.engine.scheduler.status_socket import MAX_REQUEST_BYTES, S
 from hetero_connector.engine.startup import rendezvous
 from hetero_connector.tools import engines
 from hetero_connector.tools import status as printing
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -60,7 +62,36 @@ def test_a_question_is_answered(server: StatusServer, path: Path) -> None:
 
 
 def test_only_this_user_can_connect(server: StatusServer, path: Path) -> None:
-    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    assert stat.S_IMODE(os.stat(path).st_mode) & 0o777 == 0o600
+
+
+def test_what_cleans_folders_by_age_finds_that_the_socket_is_in_use(
+    server: StatusServer, path: Path
+) -> None:
+    """It spares what `/proc/net/unix` lists, and what has the sticky bit."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        short = Path(folder) / "engine.status"
+        other = StatusServer(short, {})
+        try:
+            listed = Path("/proc/net/unix").read_text().split()
+            assert str(short) in listed
+            for socket_path in (short, path):
+                assert socket_path.stat().st_mode & stat.S_ISVTX
+        finally:
+            other.close()
+
+
+@pytest.mark.parametrize("length", [106, 107, 108, 109])
+def test_a_path_may_be_of_any_length(length: int) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        path = Path(folder) / ("x" * (length - len(folder) - 3)) / "s"
+        path.parent.mkdir()
+        assert len(str(path)) == length
+        server = StatusServer(path, {"status": lambda: {"length": length}})
+        try:
+            assert ask(path, "status") == {"length": length}
+        finally:
+            server.close()
 
 
 QUESTIONS = [
@@ -205,7 +236,7 @@ def test_what_is_no_socket_of_an_engine_is_passed_over(
     (folder / f"file.1.{own}").write_text('{"engine": 1}')
     os.mkfifo(folder / f"pipe.1.{own}")
     (folder / f"\x1b[31m..\n$(id).1.{own}").write_text("")
-    assert engines.find() == []
+    assert engines.find() == ([], [])
     assert rendezvous.sockets_of_server("../secret", None) == []
     assert rendezvous.sockets_of_server(".*", None) == []
     assert secret.read_text() == "{}"
@@ -231,10 +262,7 @@ def test_a_closed_engine_leaves_nothing(path: Path) -> None:
     server.close()
     with pytest.raises(OSError, match="No such file"):
         ask(path, "status")
-    deadline = time.monotonic() + 60
-    while threading.active_count() > before:
-        assert time.monotonic() < deadline, "its thread goes on"
-        time.sleep(0.01)
+    until(lambda: threading.active_count() <= before, "its thread ends")
 
 
 def test_sockets_of_killed_engines_are_not_shown_and_removed(
@@ -242,13 +270,13 @@ def test_sockets_of_killed_engines_are_not_shown_and_removed(
 ) -> None:
     monkeypatch.setattr(rendezvous, "_directory", lambda: tmp_path)
     (tmp_path / f"gone.{rendezvous._pid_namespace()}.999999999.status").write_text("")
-    assert engines.find() == []
+    assert engines.find() == ([], [])
     own = rendezvous.status_path("e")
     assert rendezvous.status_paths() == []
     status = {"engine": {"started": 0.0}}
     server = StatusServer(own, {"status": lambda: status})
     try:
-        assert [x.status for x in engines.find()] == [status]
+        assert [x.status for x in engines.find().running] == [status]
     finally:
         server.close()
 

@@ -129,7 +129,7 @@ def test_a_rank_stopped_for_longer_than_the_deadlines_changes_no_answer(
     rng = random.Random(rank)
     fresh = [prompt_tokens(800, seed=950 + ROUNDS * rank + i) for i in range(ROUNDS)]
     for prompt, answer in zip(PROMPTS, answers, strict=True):
-        until("it is stored", lambda p=prompt, a=answer: restored(server, p, a) > 0)  # type: ignore[misc]
+        until(lambda p=prompt, a=answer: restored(server, p, a) > 0, "it is stored")  # type: ignore[misc]
     saved: list[Reply] = []
     process = ranks_of(server)[rank]
     for number, prompt in enumerate(fresh):
@@ -150,7 +150,7 @@ def test_a_rank_stopped_for_longer_than_the_deadlines_changes_no_answer(
         own = own_answer(server, prompt)
         same(reply, own)
         until(
-            "what was saved meanwhile is used", lambda p=prompt, a=own: restored(server, p, a) > 0
+            lambda p=prompt, a=own: restored(server, p, a) > 0, "what was saved meanwhile is used"
         )  # type: ignore[misc]
     assert value(server, "hook_errors") == 0
     assert value(server, "io_alive") == 1
@@ -161,7 +161,7 @@ def test_a_killed_rank_ends_the_engine_and_the_next_one_has_its_directory(
 ) -> None:
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         same(server.complete(prompt, MAX_TOKENS), answer)
-    time.sleep(1.0)  # something is on SSD
+    until(lambda: value(server, "artifacts", tier="ssd") > 0, "something is on SSD")
     asked = [Asked(server, prompt) for prompt in PROMPTS]
     server.reset_prefix_cache()
     for thread in asked:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,10 +22,11 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.spec import Family
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig, Wanted
-from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
 from tests.artifacts.whole_pages import LAYERS, TP_SIZES, model_of
 from tests.engine.ranks import CHUNK, NUM_BLOCKS, Ranks, whole_pages
+from tests.store.filling import wait
+from tests.waiting import until
 
 TOKENS = 2 * CHUNK
 PRODUCER, CONSUMER = 7, 8
@@ -124,16 +124,19 @@ class Engine:
     def exported(self, count: int) -> dict[ArtifactId, PeerCopy]:
         """Return the places of the next `count` artifacts, as a directory would."""
         copies: dict[ArtifactId, PeerCopy] = {}
-        deadline_s = time.monotonic() + 30
-        assert self.store.sharing is not None
-        while len(copies) < count:
-            assert time.monotonic() < deadline_s
-            for change in self.store.sharing.take_exports():
+        sharing = self.store.sharing
+        assert sharing is not None
+
+        def are_all_told() -> bool:
+            for change in sharing.take_exports():
                 assert change.copy is not None
                 c = change.copy
                 copies[change.id] = PeerCopy(
                     self._epoch, c.dram_offset, c.generation, c.size_bytes, c.checksum
                 )
+            return len(copies) >= count
+
+        until(are_all_told)
         return copies
 
     def load(self, chunks: list[ChunkRange], blocks: list[int], copies=None) -> None:
@@ -143,7 +146,7 @@ class Engine:
         wanted = [
             Wanted(t, found if t.family is Family.PREFIX else found[-1:]) for t in ANY.state_types
         ]
-        restore = done(self.store.begin_restore(wanted, copies))
+        restore = wait(self.store.begin_restore(wanted, copies))
         assert not restore.failed
         places = [
             ArtifactCopy(t, stored.chunk.start, stored.chunk.end, at)
@@ -155,14 +158,6 @@ class Engine:
 
     def _bytes(self, chunk: ChunkRange, kind) -> int:
         return self.ranks.layout.artifact_bytes(kind, chunk.start, chunk.end)
-
-
-def done(restore: Restore) -> Restore:
-    deadline_s = time.monotonic() + 30
-    while not restore.poll():
-        assert time.monotonic() < deadline_s
-        time.sleep(1e-3)
-    return restore
 
 
 def prompt(seed: int) -> list[ChunkRange]:

@@ -16,8 +16,9 @@ from examples.checkpoints import write_checkpoint
 from examples.serving import Server, kv_transfer_config
 from hetero_connector.tools.cli import main
 from tests.chrome_trace import read_trace
-from tests.engine.collector import Collector, attributes, wait_until
+from tests.engine.collector import Collector, attributes
 from tests.engine.harness import CHECKPOINTS, prompt_tokens
+from tests.waiting import until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -153,7 +154,7 @@ def test_a_client_without_a_trace_gets_one_for_all_spans(traced: Traced) -> None
             and attributes(x)["gen_ai.request.id"].startswith(request_id)
         ]
 
-    (first,) = wait_until(lambda: of_request()[:1])
+    (first,) = until(lambda: of_request()[:1], pause_s=0.05)
     spans = traced.collector.wait_for(
         first.trace_id.hex(),
         {"POST /v1/completions", "llm_request", "heterocache.request"}.issubset,
@@ -163,7 +164,7 @@ def test_a_client_without_a_trace_gets_one_for_all_spans(traced: Traced) -> None
 
 def test_each_request_is_a_line_of_json_in_the_log(traced: Traced) -> None:
     request_id = json.loads(traced.restored())["id"]
-    lines = wait_until(lambda: [x for x in traced.log.read_text().splitlines() if request_id in x])
+    lines = until(lambda: [x for x in traced.log.read_text().splitlines() if request_id in x])
     (report,) = map(json.loads, lines)
     assert report == traced.by_id(request_id)
 

@@ -223,7 +223,7 @@ class World:
             pages = x.pages_needed(0, boundary)
             ids = request.tables[x.group][pages.start : pages.stop]
             blocks[x.state_type, x.group] = Blocks(pages.start, ids)
-        load = Load(name, spans, blocks, request.parked, resume=boundary, load_id=request.seed)
+        load = Load(name, spans, blocks, request.parked, boundary, request.seed)
         meta.loads.append(load)
         self._loads[request.seed] = used
         request.computed = boundary

@@ -101,7 +101,7 @@ def load(tokens: int, blocks: list[int]) -> Load:
     """Return a load of the first `tokens` tokens, in chunks that follow each other."""
     offsets = range(0, -(-tokens // CHUNK) * SIZE, SIZE)
     span = ArtifactSpan(KV, 0, tokens, CHUNK, offsets)
-    return Load("r", [span], {(KV, 0): Blocks(0, blocks)}, parked=False, load_id=5)
+    return Load("r", [span], {(KV, 0): Blocks(0, blocks)}, False, tokens, load_id=5)
 
 
 def save(save_id: int, blocks: list[int]) -> Save:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,7 @@ def current_table(manager: KVCacheManager, request_id: str) -> BlockTable:
     return ids
 
 
-def recurrent_states(output: SchedulerOutput, request_id: str) -> Iterable[RecurrentState]:
+def recurrent_states(output: SchedulerOutput, request_id: str) -> Sequence[RecurrentState]:
     """Return the request's recurrent states that vLLM offers to save in this step."""
     state = output.kv_connector_block_state
     return state.boundary_state_offloads.get(request_id, ()) if state is not None else ()

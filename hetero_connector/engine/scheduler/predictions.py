@@ -152,9 +152,8 @@ class Predictions:
         now_s = self._clock()
         if wait.decision is not None:
             self._record(tracker, wait, wait.decision, now_s - wait.begun_s)
-        report = self._report(tracker, wait, now_s)
-        tracker.report = tracker.report or report
-        self._recent[report.request_id] = report
+        tracker.report = tracker.report or self._report(tracker, wait, now_s)
+        self._recent[tracker.report.request_id] = tracker.report
 
     def finish(self, request: Request, tracker: RequestTracker | None) -> RequestReport:
         """Return the report of a request that has ended, and keep it among the newest.

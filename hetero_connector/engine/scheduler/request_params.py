@@ -2,9 +2,9 @@
 
 Clients are not trusted, and a wrong parameter costs no request: it is ignored, with one warning for
 each name. `max_load_tokens`, `max_offload_tokens` and `kv_load_tiers` are vLLM's own and mean what
-they mean to its offloading connector. Ours are in the object `heterocache`; the two that are older
-than it are read outside, too. Other fields may be another connector's. Those of a handoff are read
-by `handoff`, and `report` by `request_report`.
+they mean to its offloading connector. Ours are in the object `heterocache`; `session_id` and
+`expected_back_s` are also read outside it. Other fields may be another connector's. Those of a
+handoff are read by `handoff`, and `report` by `request_report`.
 """
 
 from __future__ import annotations

@@ -80,12 +80,14 @@ class RequestTracker:
     """Chunks that it was the first to store, parents first, if its parameters limit their lives."""
     next_chunk: int = 0
     """Index of the first full chunk that the saver has not handled."""
+    has_matched: bool = False
+    """True once its chain was compared with what is stored."""
     matched_chunks: int = 0
     """Leading full chunks that were stored at the last match."""
     local_tokens: int = 0
     """Tokens in the engine's own prefix cache at the last match."""
     stored_tokens: int = 0
-    """The end of what was stored at the last match."""
+    """The end of what was stored of it at the last match."""
     asked_s: float = 0.0
     """Clock time of vLLM's first question."""
     wait: Wait | None = None
@@ -116,7 +118,8 @@ class RequestTracker:
     """True if a load of it could not be ordered: from then on it is computed. What failed would
     fail again, and vLLM asks again for a request that was parked."""
     outdated: bool = False
-    """True if a reset or new weights came after its admission: its pages must not be saved."""
+    """True if its pages may not hold what its chain names; nothing of them is saved. Decided anew
+    at each admission."""
 
     @classmethod
     def of(

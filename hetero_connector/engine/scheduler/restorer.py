@@ -92,7 +92,7 @@ class Restorer:
         pending = tracker.restore
         if pending is not None and not pending.fits(local_tokens):
             pending.handle.abandon()
-            pending = None
+            pending = tracker.restore = None
         elif pending is not None:
             # The engine's own cache may have grown; its pages must not be written.
             pending.local_tokens = local_tokens
@@ -190,7 +190,7 @@ class Restorer:
         spans = [_within(x, tokens) for x in self._spans(pending)]
         pending.loads_left += 1
         load_id = next(self._load_ids)
-        return Load(request_id, spans, blocks, plan.parked, resume=tokens.stop, load_id=load_id)
+        return Load(request_id, spans, blocks, plan.parked, tokens.stop, load_id)
 
     def build_running_load(
         self, request_id: str, pending: PendingRestore, table: BlockTable, end: int
@@ -212,7 +212,7 @@ class Restorer:
             blocks[StateType.RECURRENT, layer.group] = Blocks(restored, ids)
         pending.loads_left += 1
         load_id = next(self._load_ids)
-        return Load(request_id, spans, blocks, False, resume=plan.boundary, load_id=load_id)
+        return Load(request_id, spans, blocks, False, plan.boundary, load_id)
 
     def build_shared_load(
         self, request_id: str, pending: PendingRestore, table: BlockTable
@@ -230,7 +230,7 @@ class Restorer:
         ]
         pending.loads_left += 1
         load_id = next(self._load_ids)
-        return Load(request_id, spans, blocks, parked, resume=chunk.end, load_id=load_id)
+        return Load(request_id, spans, blocks, parked, chunk.end, load_id)
 
     def _begin(
         self, tracker: RequestTracker, local_tokens: int, known: int, limit: int
@@ -240,7 +240,7 @@ class Restorer:
         `limit`: the last token at which the request may resume.
         """
         stored = self._find_stored(tracker, local_tokens, limit)
-        tracker.stored_tokens = stored[-1].chunk.end if stored else 0
+        tracker.stored_tokens = min(stored[-1].chunk.end, known) if stored else 0
         if tracker.stored_tokens <= local_tokens:
             if tracker.wait is None or tracker.wait.decision is None:
                 return None

@@ -179,6 +179,8 @@ class Saver:
             t for t in self._model.boundary_types if t is not StateType.RECURRENT
         )
         self._has_recurrent = StateType.RECURRENT in self._model.state_types
+        recurrent = self._model.page_groups.get(StateType.RECURRENT, ())
+        self._recurrent_groups = {x.group for x in recurrent}
         self._has_tails = self._model.alignment < layout.chunk_tokens and not self._has_recurrent
 
     @property
@@ -215,6 +217,10 @@ class Saver:
     def all_or_none(self) -> AbstractContextManager[None]:
         """Abandon reservations made inside if an error is raised."""
         return self._reservations.all_or_none()
+
+    def completes_chunk(self, tracker: RequestTracker, computed: int) -> bool:
+        """Return whether the first `computed` tokens complete a chunk that was not handled yet."""
+        return self._storable(tracker, computed) // self._layout.chunk_tokens > tracker.next_chunk
 
     def save_step(
         self,
@@ -454,7 +460,7 @@ class Saver:
         by_boundary: dict[int, dict[int, int]] = {}
         for group, block_id, boundary in states:
             by_boundary.setdefault(boundary, {})[group] = block_id
-        groups = {x.group for x in self._model.page_groups.get(StateType.RECURRENT, ())}
+        groups = self._recurrent_groups
         return {b: ids for b, ids in by_boundary.items() if groups <= ids.keys() and groups}
 
     def _collect_recurrent(self, tracker: RequestTracker, boundary: int) -> _Collected:

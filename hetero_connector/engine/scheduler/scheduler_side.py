@@ -207,7 +207,7 @@ class SchedulerSide:
             return 0, False
         if request.skip_reading_prefix_cache:
             tracker.grow()
-            self._sessions.on_matched(tracker)
+            self._sessions.on_asked(tracker, has_matched=True)
             return 0, False
         tracker.local_tokens = local_tokens
         self._admissions.end_parking(request.request_id)  # if its load was lost, vLLM asks again
@@ -220,7 +220,8 @@ class SchedulerSide:
             self._restorer.forget(tracker)
             raise
         self._queue.enqueue(tracker)
-        self._sessions.on_matched(tracker)
+        is_searching = tokens is None and tracker.restore is None
+        self._sessions.on_asked(tracker, has_matched=not is_searching)
         parked = bool(tokens and tracker.restore and tracker.restore.plan.parked)
         if tokens and self._admissions.must_wait(tracker):
             tokens, parked = None, False
@@ -229,13 +230,17 @@ class SchedulerSide:
 
     def on_allocated(self, request: Request, num_external_tokens: int) -> None:
         """`update_state_after_alloc`: admit the request with that many restored tokens, or 0."""
-        tracker = self._trackers.get(request.request_id)
-        if tracker is None:
+        if (tracker := self._trackers.get(request.request_id)) is None:
             return
         tracker.admitting = True
         if request.num_computed_tokens == 0:  # else a load between steps has ended
-            tracker.outdated = self.root.may_be_outdated(request, tracker.local_tokens)
-            self.predictions.on_admitted(tracker, num_external_tokens > 0, stopped=self.is_stopped)
+            tracker.outdated = True  # unless the root says otherwise
+            is_restored, stopped = num_external_tokens > 0, self.is_stopped
+            try:
+                tracker.outdated = self.root.may_be_outdated(request, tracker.local_tokens)
+                self.predictions.on_admitted(tracker, is_restored, stopped=stopped)
+            except Exception as error:  # vLLM counts on the load: it must be ordered all the same
+                self._errors.count("update_state_after_alloc", error)
         assert self._kv_cache_manager is not None
         self._admissions.admit(tracker, num_external_tokens, self._kv_cache_manager)
         self._peers.forget(tracker)
@@ -253,10 +258,10 @@ class SchedulerSide:
 
     def order_step(self, output: SchedulerOutput) -> StepMetadata:
         """`build_connector_meta`: order this step's loads and saves."""
-        self.idle_steps.on_step()
         meta = StepMetadata()
         self._admissions.order_loads(output, self._trackers, meta)
         try:
+            self.idle_steps.on_step()
             self._order_saves(output, meta)
             self._learner.request_timing(output, self._trackers, meta)
             self._engine_recorder.on_step(output, meta)
@@ -277,8 +282,7 @@ class SchedulerSide:
                     self._queue.enqueue(tracker)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             try:
-                with self._saver.all_or_none():
-                    self._save(request_id, num_tokens, output, meta)
+                self._save(request_id, num_tokens, output, meta)
             except Exception as error:
                 self._errors.count("save", error)
 
@@ -321,24 +325,23 @@ class SchedulerSide:
         vLLM may free the blocks at once.
         """
         self.identifier.forget(request.request_id)
-        tracker = self._trackers.pop(request.request_id, None)
-        if tracker is None:
+        if (tracker := self._trackers.pop(request.request_id, None)) is None:
             return Finished(0, self.reports.on_finished(request, None))
-        self._queue.remove(request.request_id)
-        self.predictions.on_progress(tracker)
-        report = self.reports.on_finished(request, tracker)
-        self._admissions.forget(tracker)
+        self._admissions.forget(tracker)  # first: nothing else may keep its pins
         # Without a step since its admission, a load may still fill its pages: this connector's, or
         # that of another one in a MultiConnector.
         has_wrong_pages = tracker.admitting or tracker.outdated or self.is_stopped
-        if not has_wrong_pages and self._may_save(tracker):
-            try:
+        try:
+            if not has_wrong_pages and self._may_save(tracker):
                 with self._saver.all_or_none():
                     saves = self._saver.save_end(tracker, request.num_computed_tokens, block_ids)
                 self._early.add(saves)
-            except Exception as error:
-                self._errors.count("save", error)
+        except Exception as error:
+            self._errors.count("save", error)
         self._saver.forget(tracker)
+        self._queue.remove(request.request_id)
+        self.predictions.on_progress(tracker)
+        report = self.reports.on_finished(request, tracker)
         self._sessions.on_finished(tracker, request.num_computed_tokens)
         is_shared = self.root.is_shared and self._peers.accepts_claims
         return Finished(tracker.handoff_tokens if is_shared else 0, report)
@@ -401,10 +404,9 @@ class SchedulerSide:
         self.is_stopped = True
         self.idle_steps.close()
         self.commands.steps.close()
-        if self._status is not None:
-            self._status.close()
-        if self._keeper is not None:
-            self._keeper.close()
+        for part in (self._status, self._keeper):
+            if part is not None:
+                part.close()
         self._engine_recorder.close()
         self.reports.close()
         self.identifier.close()
@@ -433,9 +435,8 @@ class SchedulerSide:
 
         It would keep a core busy, and inside the caller's process the interpreter's lock.
         """
-        awaits_device = bool(self._saver.awaits_reports or self._admissions.loading)
-        if meta.loads or meta.early_saves:
-            awaits_device = False
+        is_copying = bool(meta.loads or meta.early_saves)
+        awaits_device = not is_copying and (self._saver.awaits_reports or self._admissions.loading)
         if (self._has_unanswered or awaits_device) and not output.num_scheduled_tokens:
             time.sleep(_IDLE_STEP_S)
         self._has_unanswered = False
@@ -459,10 +460,9 @@ class SchedulerSide:
         tracker = self._trackers.get(request.request_id)
         if tracker is not None:
             return tracker
-        identity = self.identifier.identify(request)
-        if isinstance(identity, UnidentifiedReason):
+        if isinstance(identity := self.identifier.identify(request), UnidentifiedReason):
             return identity
-        self.store.retention.expire_due()  # what is over must not be found
+        self.store.expire_due()  # the I/O thread may be busy, or there is none
         params = self._sessions.params.read(request.kv_transfer_params, request.request_id)
         tracker = RequestTracker.of(
             request, self.root.hasher, identity, self.commands.clearings, params
@@ -475,19 +475,20 @@ class SchedulerSide:
     def _save(
         self, request_id: str, num_tokens: int, output: SchedulerOutput, meta: StepMetadata
     ) -> None:
-        tracker = self._trackers.get(request_id)
-        if tracker is None:
+        if (tracker := self._trackers.get(request_id)) is None:
             return
         self.predictions.on_progress(tracker)
         if tracker.outdated or self.is_stopped or not self._may_save(tracker):
             return
-        computed = tracker.request.num_computed_tokens
         if tracker.admitting:
             tracker.admitting = False
-            self._saver.on_admitted(tracker, computed)
+            self._saver.on_admitted(tracker, tracker.request.num_computed_tokens)
+        computed = tracker.request.num_computed_tokens + num_tokens
         recurrent = recurrent_states(output, request_id)
-        table = self._table(request_id)
-        meta.saves += self._saver.save_step(tracker, computed + num_tokens, table, recurrent)
+        if recurrent or self._saver.completes_chunk(tracker, computed):  # seldom while it decodes
+            table = self._table(request_id)
+            with self._saver.all_or_none():
+                meta.saves += self._saver.save_step(tracker, computed, table, recurrent)
 
     def _may_save(self, tracker: RequestTracker) -> bool:
         """Return whether anything of the request may be stored."""

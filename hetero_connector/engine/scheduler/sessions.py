@@ -68,27 +68,35 @@ class Sessions:
         self.params = ParamsReader()
         self._conversations = Conversations(layout.chunk_tokens, layout.model.alignment)
 
-    def on_matched(self, tracker: RequestTracker) -> None:
-        """Begin a turn at the request's first match; later calls change nothing."""
-        if tracker.session is not None:
-            return
+    def on_asked(self, tracker: RequestTracker, *, has_matched: bool) -> None:
+        """Begin the request's turn, once, and let what it comes to live on.
+
+        `has_matched`: its chain was compared with what is stored. Only then a session without a
+        name can be recognised.
+        """
         request, params = tracker.request, tracker.params
-        session_id = request.session_id or params.session_id
+        if tracker.session is None:
+            session_id = request.session_id or params.session_id
+            if session_id is not None:
+                self._begin(tracker, session_key(request.cache_salt, session_id))
+            elif has_matched:
+                num_tokens, matched = request.num_prompt_tokens, tracker.matched_chunks
+                self._begin(tracker, self._conversations.take(tracker.chain, num_tokens, matched))
+        if has_matched and not tracker.has_matched:
+            tracker.has_matched = True
+            if not params.limits_life:
+                self._store.retention.lift_limits(_found(tracker))
+
+    def _begin(self, tracker: RequestTracker, session: Hashable) -> None:
+        tracker.session = session
+        request, params = tracker.request, tracker.params
         tenant = tenant_of(request.cache_salt)
-        if session_id is not None:
-            tracker.session = session_key(request.cache_salt, session_id)
-        else:
-            tracker.session = self._conversations.take(
-                tracker.chain, request.num_prompt_tokens, tracker.matched_chunks
-            )
-        self._think_times.on_turn_start(tracker.session, self._clock())
-        self.book.on_turn_start(tracker.session, tenant, adapter_name(request))
+        self._think_times.on_turn_start(session, self._clock())
+        self.book.on_turn_start(session, tenant, adapter_name(request))
         if params.fork is not None:
-            self._fork(tracker.session, session_key(request.cache_salt, params.fork), tenant)
-        if not params.limits_life:
-            self._store.retention.lift_limits(_found(tracker))
+            self._fork(session, session_key(request.cache_salt, params.fork), tenant)
         if self._mode != "off":
-            self._store.session_returned(tracker.session)
+            self._store.session_returned(session)
 
     def on_finished(self, tracker: RequestTracker, computed: int) -> None:
         """End the request's turn; it has `computed` tokens in its pages."""

@@ -39,6 +39,10 @@ _PATIENCE_S = 2.0
 """A client has so long to send its line, and to take the answer."""
 _ITEMS_AT_ONCE = 256
 """Items of a list that are encoded at once: a few milliseconds in which no other thread runs."""
+_ADDRESS_BYTES = 107
+"""Longest path that is the address of a socket."""
+_MODE = 0o1600
+"""For this user alone. What cleans `/tmp` by age leaves alone what has the sticky bit."""
 _BACKLOG = 1024
 """A client that finds this many waiting is refused at once: its `connect` raises OSError."""
 _PAUSE_S = 0.2
@@ -65,7 +69,7 @@ class StatusServer:
         try:
             with short_address(path) as address:
                 self._listener.bind(address)
-            path.chmod(0o600)
+            path.chmod(_MODE)
             self._listener.listen(_BACKLOG)
         except BaseException:
             self._listener.close()
@@ -158,7 +162,13 @@ def encode_request(question: Mapping[str, Any]) -> bytes:
 
 @contextlib.contextmanager
 def short_address(path: Path) -> Iterator[str]:
-    """Yield an address for the path that is short enough for a socket: at most 107 bytes."""
+    """Yield an address for the path that is short enough for a socket: the path itself if it is.
+
+    `/proc/net/unix` lists a socket by the address that it was bound to.
+    """
+    if len(os.fsencode(path)) <= _ADDRESS_BYTES:
+        yield str(path)
+        return
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"

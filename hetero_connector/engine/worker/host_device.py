@@ -111,15 +111,15 @@ class HostDevice:
         """Return the copies of each layer, as few as strides can express."""
         found: defaultdict[str, _LayerCopies] = defaultdict(list)
         for some in copies:
-            stretches = [list(_stretches(ids, some.offsets)) for ids in some.block_ids]
+            by_table = [list(_copies(ids, some.offsets)) for ids in some.block_ids]
             for segment, index in zip(some.segments, some.pages_of, strict=True):
                 name, pitch = segment.layer.layer, segment.layer.whole_page_bytes
                 for pages, run in self._layers[name][1]:
                     start = segment.offset + run.whole_start
-                    found[name] += (
-                        (pages, ArenaRows(start + offset + first * pitch, *shape, pitch), blocks)
-                        for offset, first, shape, blocks in stretches[index]
-                    )
+                    for offset, first, stride, artifacts, count, blocks in by_table[index]:
+                        at = start + offset + first * pitch
+                        rows = ArenaRows(at, stride, artifacts, count, pitch)
+                        found[name].append((pages, rows, blocks))
         return found
 
 
@@ -127,46 +127,49 @@ class HostStopwatch:
     """Measures work that has ended when its call returns."""
 
     def __init__(self) -> None:
-        self._stretches: list[float] = []
+        self._stretches_s: list[float] = []
 
     def start(self) -> Callable[[], None]:
         started_s = clock.perf_counter()
-        return lambda: self._stretches.append(clock.perf_counter() - started_s)
+        return lambda: self._stretches_s.append(clock.perf_counter() - started_s)
 
     def seconds(self) -> float | None:
-        return sum(self._stretches)
+        return sum(self._stretches_s)
 
 
 def _has_ended() -> bool:
     return True
 
 
-class _Stretch(NamedTuple):
-    """Pages that one copy of each layer of a group takes."""
+class _Copy(NamedTuple):
+    """One copy, which is made for each layer with the same table."""
 
     offset: int
     """Bytes from the arena's start to the first artifact."""
     first_page: int
     """In each artifact."""
-    shape: tuple[int, int, int]
-    """Bytes from one artifact to the next, artifacts, and pages of each."""
+    stride: int
+    """Bytes from one artifact to the next; 0 of a single one."""
+    artifacts: int
+    pages: int
+    """The pages of each artifact that are copied."""
     blocks: BlockIds
 
 
-def _stretches(ids: IndexArray, offsets: IndexArray) -> Iterator[_Stretch]:
+def _copies(ids: IndexArray, offsets: IndexArray) -> Iterator[_Copy]:
     """Yield the copies of artifacts at these offsets. `ids`: `[artifacts, pages]`, 0 for none."""
     pages = ids.shape[1]
     for first, stop, stride in _evenly_spaced(offsets):
         if ids[first:stop].all():
-            shape = stride, stop - first, pages
-            yield _Stretch(int(offsets[first]), 0, shape, as_slice(ids[first:stop].reshape(-1)))
+            blocks = as_slice(ids[first:stop].reshape(-1))
+            yield _Copy(int(offsets[first]), 0, stride, stop - first, pages, blocks)
             continue
         for index in range(first, stop):
             valid = np.flatnonzero(ids[index])
             for some in np.split(valid, np.flatnonzero(np.diff(valid) > 1) + 1):
                 if len(some):
                     blocks = as_slice(ids[index, some])
-                    yield _Stretch(int(offsets[index]), int(some[0]), (0, 1, len(some)), blocks)
+                    yield _Copy(int(offsets[index]), int(some[0]), 0, 1, len(some), blocks)
 
 
 def _evenly_spaced(offsets: IndexArray) -> Iterator[tuple[int, int, int]]:

@@ -27,14 +27,14 @@ _GATHER_BELOW_BYTES = 4096
 
 
 class ArenaRows(NamedTuple):
-    """Rows of page bytes in the arena: `stretches` of `pages` pages each.
+    """Rows of page bytes in the arena: `pages` pages of each of some artifacts.
 
-    Page `j` of stretch `i` starts at byte `offset + i * stride + j * pitch`.
+    Page `j` of artifact `i` starts at byte `offset + i * stride + j * pitch`.
     """
 
     offset: int
     stride: int
-    stretches: int
+    artifacts: int
     pages: int
     pitch: int
     """Bytes of a whole page. A rank may copy only its part of it."""
@@ -138,18 +138,18 @@ class HostPages:
         source = self._arena_view(arena, rows)
         if isinstance(blocks, slice):
             target = self._pages[blocks]
-            target.reshape(rows.stretches, rows.pages, *self._page_shape)[...] = source
+            target.reshape(rows.artifacts, rows.pages, *self._page_shape)[...] = source
         else:
-            self._pages[blocks.reshape(rows.stretches, rows.pages)] = source
+            self._pages[blocks.reshape(rows.artifacts, rows.pages)] = source
 
     def save(self, arena: ByteArray, rows: ArenaRows, blocks: BlockIds) -> None:
         """Copy from pages to the arena."""
         target = self._arena_view(arena, rows)
         if isinstance(blocks, slice):
             source = self._pages[blocks]
-            target[...] = source.reshape(rows.stretches, rows.pages, *self._page_shape)
+            target[...] = source.reshape(rows.artifacts, rows.pages, *self._page_shape)
         elif self._page_bytes < _GATHER_BELOW_BYTES:
-            target[...] = self._pages[blocks.reshape(rows.stretches, rows.pages)]
+            target[...] = self._pages[blocks.reshape(rows.artifacts, rows.pages)]
         else:
             # Indexing with an array would copy twice: into a temporary array, then to the arena.
             for index, block_id in enumerate(blocks.tolist()):
@@ -160,9 +160,9 @@ class HostPages:
         self._pages[block_ids] = 0
 
     def _arena_view(self, arena: ByteArray, rows: ArenaRows) -> npt.NDArray[np.generic]:
-        """Return the rows as `[count, pages, *page]`, sharing the arena's memory."""
+        """Return the rows as `[artifacts, pages, *page]`, sharing the arena's memory."""
         return np.ndarray(
-            (rows.stretches, rows.pages, *self._page_shape),
+            (rows.artifacts, rows.pages, *self._page_shape),
             self._dtype,
             arena,
             rows.offset,
