@@ -184,8 +184,8 @@ _OWN = {
     ),
     "ttl_s": (
         "seconds, 0 to 2592000",
-        "What only this request stored is forgotten so long after its end, in every tier. A later "
-        "request without `ttl_s` that uses it lifts that",
+        "What only this request stored is forgotten about so long after its end, in every tier. A "
+        "later request without `ttl_s` that uses it lifts that",
     ),
     "pin_s": (
         "seconds, 0 to 86400",

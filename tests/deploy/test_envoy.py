@@ -22,16 +22,10 @@ import yaml
 
 from benchmarks.stub_fleet import StubFleet
 from ownership.router.ext_proc.messages import SCHEMA
-from tests.ownership.router.bench import (
-    PATIENCE_S,
-    RunningRouter,
-    config_of,
-    error_of,
-    seen,
-    wait_until,
-)
+from tests.ownership.router.bench import PATIENCE_S, RunningRouter, config_of, error_of, seen
 from tests.ownership.router.known_fleet import PROMPT, running
 from tests.ownership.router.test_handoffs import ROLES, last_body
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "deploy/envoy/envoy.yaml"
@@ -76,9 +70,9 @@ def envoy(
     command += ["--use-dynamic-base-id", "--concurrency", "1", "-l", "error"]
     process = subprocess.Popen(command)
     try:
-        wait_until(lambda: admin.exists() and admin.read_text() and process.poll() is None)
+        until(lambda: admin.exists() and admin.read_text() and process.poll() is None)
         url = f"http://{admin.read_text()}/listeners?format=json"
-        wait_until(lambda: httpx.get(url, trust_env=False).json().get("listener_statuses"))
+        until(lambda: httpx.get(url, trust_env=False).json().get("listener_statuses"))
         [listener] = httpx.get(url, trust_env=False).json()["listener_statuses"]
         port = listener["local_address"]["socket_address"]["port_value"]
         with httpx.Client(
@@ -168,7 +162,7 @@ def test_answers_are_the_workers_own_byte_for_byte(
             assert json.loads(seen(f"http://{worker}")["last_body"]) == body
     models = client.get("/v1/models")
     assert models.json()["data"][0]["id"] == "stub-model"
-    wait_until(lambda: under_way(router, fleet) == 0)
+    until(lambda: under_way(router, fleet) == 0)
     assert router.metric("requests_total", path="completions", status="200") == 4
 
 
@@ -202,7 +196,7 @@ def test_refusals_reach_the_client(start: Start) -> None:
         assert int(answer.headers["retry-after"]) >= 1
         assert answer.headers["x-heterocache-reason"] == "queue_full"
         assert error_of(answer)["type"] == "RateLimitError"
-    wait_until(lambda: client.post(PATH, json={"prompt": "x"}).status_code == 200)
+    until(lambda: client.post(PATH, json={"prompt": "x"}).status_code == 200)
     for status, content in ((400, b"{nope"), (413, b" " * 3_000_000), (404, b'{"model": "y"}')):
         answer = client.post(PATH, content=content, headers={"content-type": "application/json"})
         assert answer.status_code == status
@@ -228,9 +222,9 @@ def test_a_client_that_leaves_frees_the_ledger(start: Start, fleet: StubFleet) -
             parts = answer.iter_raw()  # closing it would close the answer
             next(parts)
             assert under_way(router, fleet) == 1
-        wait_until(lambda: under_way(router, fleet) == 0)
+        until(lambda: under_way(router, fleet) == 0)
     assert router.metric("clients_left_total") == 3
-    wait_until(lambda: sum(seen(x)["seen"].get("aborted", 0) for x in fleet.urls) == aborted + 3)
+    until(lambda: sum(seen(x)["seen"].get("aborted", 0) for x in fleet.urls) == aborted + 3)
 
 
 def test_without_the_answers_bodies_requests_count_to_their_ends(
@@ -243,10 +237,10 @@ def test_without_the_answers_bodies_requests_count_to_their_ends(
         next(parts)
         assert under_way(router, fleet) == 1
         assert b"[DONE]" in b"".join(parts)
-    wait_until(lambda: under_way(router, fleet) == 0)
+    until(lambda: under_way(router, fleet) == 0)
     with client.stream("POST", PATH, json=slow | {"stub": {"events": 9_999, "gap_s": 0.05}}):
         assert under_way(router, fleet) == 1
-    wait_until(lambda: under_way(router, fleet) == 0)
+    until(lambda: under_way(router, fleet) == 0)
 
 
 def test_a_worker_that_is_lost_gets_nothing_for_a_pause(start: Start) -> None:
@@ -296,9 +290,7 @@ def test_without_the_router_envoy_does_as_its_failure_mode_says(
     stack.callback(router.wait)
     stack.callback(router.kill)
     with envoy(fleet, port, tmp_path, change) as client:
-        wait_until(
-            lambda: "x-heterocache-worker" in client.post(PATH, json={"prompt": "x"}).headers
-        )
+        until(lambda: "x-heterocache-worker" in client.post(PATH, json={"prompt": "x"}).headers)
         slow = {"prompt": "x", "stream": True, "stub": {"events": 10, "gap_s": 0.05}}
         with client.stream("POST", PATH, json=slow) as answer:
             parts = answer.iter_raw()

@@ -9,7 +9,6 @@ import json
 import socket
 import subprocess
 import threading
-import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from ownership.router.metrics import RouterMetrics
 from scripts.make_dashboard import DASHBOARDS
 from tests.deploy.promql import THEIR_LABELS
 from tests.deploy.test_promql import ROOT, documented
+from tests.waiting import until
 
 ALERTS = ROOT / "deploy/prometheus/alerts.yaml"
 VALUES = {
@@ -151,17 +151,14 @@ def ask(exporter: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
             return json.load(reply)["data"]
 
     def has_scraped() -> bool:
+        assert server.poll() is None, (folder / "log").read_text()
         try:
             return len(query_values(get, "heterocache_info[1m]")) >= 4
         except OSError:
             return False
 
     try:
-        deadline_s = time.monotonic() + 60
-        while not has_scraped():
-            assert server.poll() is None, (folder / "log").read_text()
-            assert time.monotonic() < deadline_s, (folder / "log").read_text()
-            time.sleep(0.2)
+        until(has_scraped, (folder / "log").read_text, pause_s=0.2)
         yield get
     finally:
         server.terminate()

@@ -10,7 +10,7 @@ import redis
 
 from examples.embedded_redis import BINARY_VARIABLE, EmbeddedRedis, redis_server_binary
 from hetero_connector.errors import DirectoryError
-from tests.ownership.fleet_of_processes import until
+from tests.waiting import until
 
 
 def test_a_server_needs_the_password_and_listens_on_this_machine_only() -> None:
@@ -60,7 +60,7 @@ def test_a_server_ends_when_its_owner_is_killed() -> None:
         folder = Path(f"/proc/{pid}/cwd").resolve()
         assert folder.exists()
         owner.kill()
-    until("the server and its folder are gone", lambda: not _runs(pid) and not folder.exists())
+    until(lambda: not _runs(pid) and not folder.exists(), "the server and its folder are gone")
 
 
 def _runs(pid: int) -> bool:

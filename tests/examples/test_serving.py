@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from examples.demo import Outcome
 from examples.serving import Reply, Server, logprob_distance
+from tests.waiting import until
 
 METRICS = """# HELP heterocache_bytes Useful bytes stored.
 heterocache_bytes{engine="0",state_type="dense_kv",tier="dram"} 4096.0
@@ -84,14 +84,10 @@ def test_kill_ends_the_whole_process_group(tmp_path: Path) -> None:
     script = f"sleep 60 & echo $! > {pid_file}.new; mv {pid_file}.new {pid_file}; wait"
     server.command = lambda: ["sh", "-c", script]  # type: ignore[method-assign]
     server.launch()
-    while not pid_file.exists():
-        pass
+    until(pid_file.exists)
     child = int(pid_file.read_text())
     server.kill()
-    deadline_s = time.monotonic() + 60
-    while _is_running(child) and time.monotonic() < deadline_s:
-        time.sleep(0.01)  # the signal is sent; dying may take a moment
-    assert not _is_running(child)
+    until(lambda: not _is_running(child))  # the signal is sent; dying may take a moment
 
 
 def _is_running(pid: int) -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+
+from tests.waiting import until
 
 SIZES = (32 << 20, 8 << 10)
 
@@ -71,8 +72,8 @@ class Owner:
 
     def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
-        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-            time.sleep(0.001)
+        stat = Path(f"/proc/{self.pid}/stat")
+        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import Mock
@@ -26,6 +26,7 @@ from hetero_connector.transfer.base import TransferState
 from hetero_connector.transfer.nixl_peers import NixlPeers, listening_addresses
 from hetero_connector.transfer.peer_base import PeerExtent
 from hetero_connector.transfer.shared_memory import create_shared
+from tests.waiting import until
 
 pytestmark = pytest.mark.long
 
@@ -38,13 +39,6 @@ def peers() -> Iterator[NixlPeers]:
     made = NixlPeers([create_shared("test", SIZE)])
     yield made
     assert made.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 _WRITER = """
@@ -225,6 +219,7 @@ def test_a_killed_process_ends_its_reads_and_is_restarted_after_growing_pauses()
         while peers.process_id == dead:
             now_s += 0.25
             assert not peers.maintain()
+            assert now_s < died_s + 60.0, "it is started again"
         pauses.append(now_s - died_s)
         until(lambda before=before: not peers.maintain() and peers.metadata != before)  # type: ignore[misc]
     assert pauses == [1.0, 2.0, 4.0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -20,6 +19,7 @@ from hetero_connector.transfer.peer_base import PeerExtent, PeerTransfers
 from hetero_connector.transfer.peer_connection import describe
 from hetero_connector.transfer.shared_memory import SharedMemory, create_shared
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
+from tests.waiting import until
 
 SIZE = 64 << 10
 Join = Callable[[], tuple[PeerTransfers, np.ndarray]]
@@ -48,10 +48,7 @@ def join(request: pytest.FixtureRequest) -> Iterator[Join]:
 
 
 def wait(transfer: Transfer) -> TransferState:
-    deadline_s = time.monotonic() + 30
-    while transfer.poll() is TransferState.PENDING:
-        assert time.monotonic() < deadline_s
-        time.sleep(1e-4)
+    until(lambda: transfer.poll() is not TransferState.PENDING, pause_s=1e-4)
     assert transfer.terminal
     return transfer.poll()
 
@@ -132,13 +129,6 @@ def end(peers: PeerTransfers) -> None:
     else:
         assert isinstance(peers, NixlPeers)
         os.kill(peers.process_id, signal.SIGKILL)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def test_the_fake_stops_and_resumes() -> None:

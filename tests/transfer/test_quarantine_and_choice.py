@@ -7,7 +7,6 @@ import mmap
 import os
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +31,7 @@ from hetero_connector.transfer.nixl_backends import working_backends
 from hetero_connector.transfer.nixl_files import NixlFiles, open_agent
 from hetero_connector.transfer.pread_files import PreadFiles
 from tests.transfer.memory_files import MemoryFiles
+from tests.waiting import until
 
 B = BLOCK_BYTES
 
@@ -52,10 +52,7 @@ def arena(size: int) -> np.ndarray:
 
 
 def wait(transfer: Transfer) -> TransferState:
-    deadline = time.monotonic() + 60
-    while transfer.poll() is TransferState.PENDING:
-        assert time.monotonic() < deadline
-        time.sleep(1e-4)
+    until(lambda: transfer.poll() is not TransferState.PENDING, pause_s=1e-4)
     return transfer.poll()
 
 
