@@ -502,8 +502,8 @@ OF_ROUTERS: dict[str, Sequence[Panel]] = {
         ),
         Panel(
             "Sent again and cut",
-            "Sent again: the worker was lost, or refused it, before the first byte. Cut: the client "
-            "got an error after it.",
+            "Sent again: the worker was lost, or refused it, before the first byte. Cut: the "
+            "client got an error after it.",
             [
                 rate("heterocache_router_retried_total", "worker")._replace(
                     legend="{{worker}} sent again"
