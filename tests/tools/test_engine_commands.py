@@ -487,7 +487,8 @@ def test_an_engine_that_hangs_is_named_and_the_others_serve(
         assert f"{hanging} hangs" in err
         code, out, err = run("top", "--once", "--interval", 0.1)
         assert code == 1
-        assert f"the engine at {hanging}\nhas not answered" in out
+        words = "".join(out.split())  # a long path is broken anywhere
+        assert f"theengineat{hanging}hasnotanswered" in words
         code, out, err = run("clear", "--all", "--yes")
         assert (code, out) == (2, "")
         assert f"{hanging} hangs" in err
