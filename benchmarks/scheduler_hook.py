@@ -3,7 +3,8 @@
 `hook_ms_131k`: milliseconds on the scheduler's thread to match, plan, admit and order the load,
 without hashing (`hash_ms_131k`); the worst of three models, medians over rounds by turns.
 `queue_us_1024`: microseconds to find the engine's load before a request, with 1,024 requests that
-decode and 1,024 that wait; it is a part of the match.
+decode and 1,024 that wait; it is a part of the match. `decode_us_1024`: microseconds to order a
+step in which those 1,024 decode and complete no chunk.
 
 It runs the real scheduler side over a real store that has every chunk of the prompt in DRAM. Only
 vLLM's request and block table are stand-ins. Pages are small, because the hook moves no bytes and
@@ -54,6 +55,8 @@ class HookTiming:
     release_s: float
     queue_s: float
     """To find the load before a request, with `CROWD` that decode and `CROWD` that wait."""
+    decode_s: float
+    """To order a step in which `CROWD` requests decode and complete no chunk."""
     chunks: int
     state_types: int
 
@@ -77,6 +80,9 @@ def measure(preset: str, repeats: int = 31) -> HookTiming:
         newest = _crowd(side)
         for _ in range(repeats):
             samples.add("queue", timed(lambda: side._engine_load(newest)))
+        decodes = _output([], {f"crowd-{number}": 1 for number in range(CROWD)})
+        for _ in range(repeats):
+            samples.add("decode", timed(lambda: side.order_step(decodes)))
         store.check_integrity()
     medians = samples.medians()
     return HookTiming(
@@ -103,12 +109,13 @@ def figures_of(timings: Mapping[str, HookTiming]) -> dict[str, float]:
         "hook_ms_131k": 1e3 * max(timing.hook_s for timing in timings.values()),
         "hash_ms_131k": 1e3 * max(timing.hash_s for timing in timings.values()),
         "queue_us_1024": 1e6 * max(timing.queue_s for timing in timings.values()),
+        "decode_us_1024": 1e6 * max(timing.decode_s for timing in timings.values()),
     }
 
 
 def report(timings: Mapping[str, HookTiming]) -> str:
     """Return a table of the parts."""
-    parts = ("hash", "match", "admit", "step", "hook", "release", "queue")
+    parts = ("hash", "match", "admit", "step", "hook", "release", "queue", "decode")
     header = ["131,072 tokens, ms", "chunks", "types", *parts]
     rows = [
         [name, t.chunks, t.state_types, *(f"{1e3 * getattr(t, f'{p}_s'):.3f}" for p in parts)]

@@ -124,6 +124,7 @@ FIGURES: Mapping[str, Mapping[str, str]] = {
         "queue_us_1024": (
             "Microseconds to find the work before a request, with 1,024 running and 1,024 waiting"
         ),
+        "decode_us_1024": "Microseconds to order a step in which those 1,024 decode",
     },
     "layerwise_transfer": {
         "overlap_over_at_start": (
