@@ -166,7 +166,7 @@ def restore_of(layout: ArtifactLayout, tokens: int, *, parked: bool) -> Any:
             pages = layer.pages_needed(tokens - count * size, tokens)
             ids = 1 + rng.permutation(len(pages)) % (_NUM_BLOCKS - 1)
             blocks[kind, layer.group] = Blocks(pages.start, ids.tolist())
-    return Load("request", spans, blocks, parked, tokens)
+    return Load("request", spans, blocks, parked, resume_tokens=tokens)
 
 
 def saves_of(layout: ArtifactLayout, requests: int) -> list[Any]:

@@ -168,7 +168,7 @@ class _TypeCopies:
         first, last = self._artifacts[0], self._artifacts[-1]
         offsets = [a.offset for a in self._artifacts]
         span = ArtifactSpan(self._type, first.start, last.end, first.end - first.start, offsets)
-        return Load("benchmark", [span], blocks, False, last.end)
+        return Load("benchmark", [span], blocks, parked=False, resume_tokens=last.end)
 
     def plan(self, load: Any) -> Any:
         return self._planner.plan_loads([load])

@@ -257,6 +257,7 @@ class ArtifactStore:
         for kind, size_bytes in sizes.items():
             if not 0 < size_bytes <= strides.get(kind, 0):
                 raise ValueError(f"an artifact of {kind.value} cannot have {size_bytes} bytes")
+        self.retention.expire_due()  # there may be no I/O thread to do it
         reserved = self.catalog.reserve(chunk, sizes)
         return reserved if isinstance(reserved, Save) else None
 

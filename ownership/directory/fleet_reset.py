@@ -35,7 +35,7 @@ def reset_fleet(
     wait_s: float = 0.0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> FleetReset:
-    """Begin a new generation, and wait at most `wait_s` until all registered engines adopted it.
+    """Begin a new generation, and wait at most `wait_s` for all registered engines to adopt it.
 
     Raises DirectoryError if the generation cannot begin, or if the directory does not answer
     within `wait_s` which engines have adopted it.

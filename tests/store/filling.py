@@ -135,6 +135,14 @@ def intact(store: ArtifactStore, restore: Restore) -> bool:
     )
 
 
+def assert_restored(store: ArtifactStore, chunks: Sequence[ChunkRange]) -> None:
+    """Restore all artifacts of the chunks: each arrives, with its own bytes."""
+    restore = wait(begin(store, ids_of(chunks)))
+    assert not restore.failed
+    assert intact(store, restore)
+    restore.release()
+
+
 def stored(store: ArtifactStore, chunks: Sequence[ChunkRange]) -> int:
     return len(store.match(chunks))
 

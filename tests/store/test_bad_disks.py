@@ -33,10 +33,10 @@ from tests.store.filling import (
     Beside,
     CountedFiles,
     Disk,
+    assert_restored,
     begin,
     chain,
     ids_of,
-    intact,
     put,
     stored,
     wait,
@@ -155,10 +155,7 @@ def test_places_that_cannot_be_written_stop_no_other_write(
     close(store)
     store = bench.open()
     assert stored(store, CHUNKS) == 4
-    restore = wait(begin(store, ids_of(CHUNKS)))
-    assert not restore.failed
-    assert intact(store, restore)
-    restore.release()
+    assert_restored(store, CHUNKS)
     store.close()
 
 

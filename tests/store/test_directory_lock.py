@@ -172,7 +172,7 @@ def test_a_lock_that_a_file_server_keeps_for_a_crashed_host_is_waited_for(
 def test_an_engine_waits_for_one_that_waits_for_the_lock_of_a_crashed_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That one keeps the whole ssd_dir locked meanwhile, and lives."""
+    """The engine that waits is alive, and holds the lock of the whole ssd_dir meanwhile."""
     left_by(tmp_path / ".lock", os.getpid())
     server = Server(monkeypatch, refusals=125)
     SsdDirectory.open(tmp_path, bytes(16), {StateType.DENSE_KV: 4096}, 1 << 20).close()

@@ -23,14 +23,13 @@ from tests.store.filling import (
     WINDOW,
     Bench,
     Disk,
+    assert_restored,
     begin,
     chain,
     ids_of,
-    intact,
     put,
     room_for,
     stored,
-    wait,
 )
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from tests.waiting import until
@@ -101,10 +100,7 @@ def test_what_continues_a_replica_is_written_and_comes_back_without_it(
     again.check_integrity()
     assert stored(again, CHAIN) == 0
     assert held(again, CHAIN) == [False] * 3 + [True] * 3
-    restore = wait(begin(again, ids_of(OURS)))
-    assert not restore.failed
-    assert intact(again, restore)
-    restore.release()
+    assert_restored(again, OURS)
     put(again, THEIRS)
     assert stored(again, CHAIN) == 6
     again.close()

@@ -24,6 +24,7 @@ from tests.store.filling import (
     SIZES,
     WINDOW,
     Bench,
+    assert_restored,
     begin,
     chain,
     ids_of,
@@ -98,10 +99,7 @@ def test_a_damaged_ssd_copy_is_forgotten_for_good(store: ArtifactStore, bench: B
     store.close()
     again = bench.open()
     assert not any(x.chunk == CHUNKS[4] and DENSE in x.tiers for x in again.match(CHUNKS))
-    restore = wait(begin(again, ids_of(CHUNKS[:4])))
-    assert not restore.failed
-    assert intact(again, restore)
-    restore.release()
+    assert_restored(again, CHUNKS[:4])
     again.close()
 
 

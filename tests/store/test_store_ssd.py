@@ -33,6 +33,7 @@ from tests.store.filling import (
     WINDOW,
     Bench,
     Disk,
+    assert_restored,
     begin,
     chain,
     fill,
@@ -405,10 +406,7 @@ def test_rows_below_a_lost_one_are_reached_again_when_it_was_computed_anew(bench
     put(store, CHUNKS[2:3])
     assert store.flush(60)
     assert stored(store, CHUNKS) == 6
-    restore = wait(begin(store, ids_of(CHUNKS)))
-    assert not restore.failed
-    assert intact(store, restore)
-    restore.release()
+    assert_restored(store, CHUNKS)
     store.check_integrity()
     store.close()
 
@@ -516,10 +514,7 @@ def test_reset_during_a_write_and_the_same_ids_again(bench: Bench, disk: Disk) -
     assert store.flush(60)
     store = restarted(bench, store)
     assert stored(store, CHUNKS) == 1
-    restore = wait(begin(store, ids_of(CHUNKS[:1])))
-    assert not restore.failed
-    assert intact(store, restore)
-    restore.release()
+    assert_restored(store, CHUNKS[:1])
     store.check_integrity()
     store.close()
 
@@ -759,10 +754,7 @@ def test_pread_serves_too(tmp_path: Path) -> None:
     store = bench.open()
     put(store, CHUNKS)
     store = restarted(bench, store)
-    restore = wait(begin(store, ids_of(CHUNKS)))
-    assert not restore.failed
-    assert intact(store, restore)
-    restore.release()
+    assert_restored(store, CHUNKS)
     store.close()
 
 

@@ -211,8 +211,14 @@ class Restorer:
             ids = table(layer.group, range(running, running + 1))
             blocks[StateType.RECURRENT, layer.group] = Blocks(restored, ids)
         pending.loads_left += 1
-        load_id = next(self._load_ids)
-        return Load(request_id, spans, blocks, False, plan.boundary, load_id)
+        return Load(
+            request_id,
+            spans,
+            blocks,
+            parked=False,
+            resume_tokens=plan.boundary,
+            load_id=next(self._load_ids),
+        )
 
     def build_shared_load(
         self, request_id: str, pending: PendingRestore, table: BlockTable

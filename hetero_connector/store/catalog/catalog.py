@@ -229,15 +229,30 @@ class Catalog:
         if self.config.ssd_dir is not None and self.io_alive:
             self._used.update(dict.fromkeys(used))
 
+    @_locked
     def reserve(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> ReservedSave | Failure:
         """Reserve DRAM slots for a chunk's artifacts: all or none.
 
-        A failure is counted. ValueError for a type that is sealed or reserved already. Before it
-        takes the lock it calls `Retention.expire_due`, which does so for a part at a time.
+        A failure is counted. ValueError for a type that is sealed or reserved already.
         """
-        self.retention.expire_due()  # there may be no I/O thread to do it
-        with self._lock:
-            return self._reserve(chunk, sizes)
+        if set(self.missing(chunk, list(sizes))) != set(sizes) or not sizes:
+            raise ValueError(f"nothing to save, or already saved: {list(sizes)} of {chunk}")
+        if not self.tiers.index.has_place_for(chunk):
+            self.loads.count_failure(Failure.GONE, Tier.DRAM)
+            return Failure.GONE
+        # The artifacts enter the index first: that keeps their parents.
+        artifacts = [self.tiers.index.add(chunk, kind, size) for kind, size in sizes.items()]
+        for artifact in artifacts:
+            artifact.pins = 1
+        for artifact in artifacts:
+            ref = self.tiers.take_dram(artifact)
+            if ref is None:
+                self.loads.count_failure(Failure.NO_SLOT, Tier.DRAM)
+                self._undo(artifacts)
+                return Failure.NO_SLOT
+            self.tiers.attach(artifact, ref)
+        offsets = {a.state_type: a.dram_offset for a in artifacts}
+        return ReservedSave(chunk, offsets, dict(sizes), artifacts)
 
     @_locked
     def seal(self, save: Save) -> None:
@@ -705,27 +720,6 @@ class Catalog:
         tick = self.tiers.tick()
         self.tick_times.note(tick, self.clock())
         return tick
-
-    def _reserve(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> ReservedSave | Failure:
-        """See `reserve`."""
-        if set(self.missing(chunk, list(sizes))) != set(sizes) or not sizes:
-            raise ValueError(f"nothing to save, or already saved: {list(sizes)} of {chunk}")
-        if not self.tiers.index.has_place_for(chunk):
-            self.loads.count_failure(Failure.GONE, Tier.DRAM)
-            return Failure.GONE
-        # The artifacts enter the index first: that keeps their parents.
-        artifacts = [self.tiers.index.add(chunk, kind, size) for kind, size in sizes.items()]
-        for artifact in artifacts:
-            artifact.pins = 1
-        for artifact in artifacts:
-            ref = self.tiers.take_dram(artifact)
-            if ref is None:
-                self.loads.count_failure(Failure.NO_SLOT, Tier.DRAM)
-                self._undo(artifacts)
-                return Failure.NO_SLOT
-            self.tiers.attach(artifact, ref)
-        offsets = {a.state_type: a.dram_offset for a in artifacts}
-        return ReservedSave(chunk, offsets, dict(sizes), artifacts)
 
     def _undo(self, artifacts: Iterable[Artifact]) -> None:
         """Forget artifacts that are not sealed."""
