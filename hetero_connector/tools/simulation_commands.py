@@ -97,7 +97,8 @@ def simulate(
         list[str] | None,
         typer.Option(
             metavar="NAME=A,B,...",
-            help="Values of rate, sharing, sessions, seed or workers. May be repeated.",
+            help="Values of workers, rate, sharing, sessions, seed, half, begin_s, end_s, speed or "
+            "population. May be repeated.",
         ),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Simulations to run in parallel.")] = 1,

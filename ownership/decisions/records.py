@@ -90,6 +90,8 @@ class DecisionRecord(msgspec.Struct, tag_field="kind", tag="decision", kw_only=T
     policy: str
     handoffs: bool = False
     """True if the router could have carried out a remote prefill."""
+    fetches: bool = True
+    """True if the workers could read each other's state."""
     certainty: str = ""
     reasons: Sequence[str] = ()
     prompt_tokens: _Tokens

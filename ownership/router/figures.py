@@ -100,7 +100,8 @@ class WorkerFigures:
     async def _ask(self, name: str, ask: Ask) -> None:
         known = self._known.get(name, Figures())
         try:
-            if not (known.page_tokens and known.cache_bytes):
+            # One that tells no costs has no connector, whose store would be in its metrics.
+            if not known.page_tokens or (known.profile is not None and not known.cache_bytes):
                 metrics = await ask("GET", "/metrics", None)
                 known = known._replace(
                     page_tokens=page_tokens(metrics), cache_bytes=_cache_bytes(metrics)

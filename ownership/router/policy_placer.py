@@ -47,7 +47,7 @@ from ownership.scheduling import (
 )
 from ownership.scheduling.decision import whole
 from ownership.scheduling.fleet import Role
-from ownership.scheduling.registry import without_remote_prefills
+from ownership.scheduling.registry import without_moves, without_remote_prefills
 
 OnAnswer = Callable[[str, str, PromptView, str], None]
 """Gets the worker, the path, what was known of the prompt, and the answer's id."""
@@ -127,6 +127,7 @@ class PolicyPlacer:
         self._policy, self._views, self._figures, self._log = policy, views, figures, log
         self._peers, self._on_answer = peers, on_answer
         self._whole_policy = without_remote_prefills(policy)
+        self._alone_policy = without_moves(policy)
         self._limits = LedgerLimits()
         self._ledger: Ledger | None = None
         """None until there is a worker."""
@@ -138,8 +139,8 @@ class PolicyPlacer:
         """The candidates of the last request; empty if the workers have changed since."""
         self._by_name: dict[str, Worker] = {}
         """These, by name."""
-        self._can_hand_off = False
-        """True if all workers read from each other."""
+        self._can_read = False
+        """True if all workers name chains alike and share them, so that they read each other's."""
         self._sessions = BoundedDict[str, _Session](self._limits.max_sessions)
         self._others = LeastLoaded()
 
@@ -153,9 +154,11 @@ class PolicyPlacer:
             return
         self._roles = dict(roles)
         engines = self._views.fleet.engines()
+        published = [x.published for x in engines]
         readers = {x.server for x in engines if x.published.is_shared and x.published.worker}
-        self._can_hand_off = len(self._roles) > 1 and self._roles.keys() <= readers
-        fleet = self._figures.fleet(self._roles, [x.published for x in engines])
+        is_one = len({(x.root, x.chunk_tokens) for x in published}) == 1
+        self._can_read = len(self._roles) > 1 and is_one and self._roles.keys() <= readers
+        fleet = self._figures.fleet(self._roles, published)
         if self._ledger is None:
             make = Ledger if self._peers is None else self._peers.open_ledger
             self._ledger = make(fleet, self._limits)
@@ -173,13 +176,8 @@ class PolicyPlacer:
         changed_s, age_s = ledger.changed_s(name), ledger.report_age_s(name, report.told_s)
         if changed_s >= report.asked_s and age_s < 0.5 * self._limits.trust_s:
             return  # it cannot be told which of its requests are others'
-        own = ledger.own(name)
-        least = own.prefilling + own.decoding - report.load.waiting_requests
-        load = report.load._replace(
-            running_requests=max(least, report.load.running_requests),
-            accepting=name in self._accepting,
-        )
-        ledger.reported(name, load, report.told_s, report.told_s)
+        load = report.load._replace(accepting=name in self._accepting)
+        ledger.reported(name, load, report.told_s)
 
     async def place(self, request: RouterRequest, candidates: Candidates) -> Placed | Refusal:
         if request.door.name not in PLACED:
@@ -273,12 +271,14 @@ class PolicyPlacer:
         ledger, by_name = self._ledger, self._by_name
         assert ledger is not None  # there is a candidate
         session_id = _session_id(request, body)
-        is_readable = self._can_hand_off and self._views.can_read_each_other
+        is_readable = self._can_read and self._views.can_read_each_other
         view, step = self._step(request, body, session_id, view, ledger, is_readable=is_readable)
         if isinstance(ledger, SharedLedger):
             view = view.with_doubts(ledger.doubts(now_s))
         is_whole = request.is_whole or not (is_readable and can_hand_off(body))
-        policy = self._whole_policy if is_whole else self._policy
+        policy = self._policy
+        if is_whole:
+            policy = self._whole_policy if is_readable else self._alone_policy
         fleet = ledger.view(now_s)
         decision = policy.decide(step, fleet)
         placement = whole(decision.placement) if is_whole else decision.placement
@@ -288,7 +288,7 @@ class PolicyPlacer:
         record = None
         if self._log is not None:
             record = self._record(request, view, decision, placement)
-            record.handoffs = not is_whole
+            record.handoffs, record.fetches = not is_whole, is_readable
             self._log.note_fleet(fleet, record)
         prefill, decoded = None, None
         if placement.prefill_worker != placement.decode_worker:

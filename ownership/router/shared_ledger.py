@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ownership.router.view import Reason
 from ownership.scheduling import FleetView, Ledger, LedgerLimits, Work
 
 LEASE_S = 5.0
@@ -30,17 +31,6 @@ _LATE_S = 1.0
 """Seconds after the last exchange until when peers are known."""
 _FORMAT = 1
 _MOST_TOKENS = 1 << 31
-
-
-class LedgerDoubt(StrEnum):
-    """Reasons why not all load is known."""
-
-    PEERS_LOST = "peers_lost"
-    """Messages cannot be exchanged with the other routers. Nothing new is known of their load."""
-    PEER_GAP = "peer_gap"
-    """A router's messages were lost, and it has not repeated them yet."""
-    PEER_DIFFERS = "peer_differs"
-    """A router sends messages of another version."""
 
 
 class _Kind(StrEnum):
@@ -152,15 +142,15 @@ class SharedLedger(Ledger):
         self._wants_whole |= bool(set(fleet.names) - self.workers)
         super().set_fleet(fleet, now_s)
 
-    def doubts(self, now_s: float) -> list[LedgerDoubt]:
+    def doubts(self, now_s: float) -> list[Reason]:
         """Return why the load of other routers may not be known."""
         found = []
         if now_s - self._exchanged_s > _LATE_S:
-            found.append(LedgerDoubt.PEERS_LOST)
+            found.append(Reason.PEERS_LOST)
         if any(peer.has_gap for peer in self._peers.values()):
-            found.append(LedgerDoubt.PEER_GAP)
+            found.append(Reason.PEER_GAP)
         if now_s - self._unread_s < LEASE_S:
-            found.append(LedgerDoubt.PEER_DIFFERS)
+            found.append(Reason.PEER_DIFFERS)
         return found
 
     def take_message(self, now_s: float) -> bytes:

@@ -6,9 +6,9 @@
   `session_table` has the sessions. The simulator's routers use the same.
 - Price: `step_pricing` prices every route by the planner's own cost models (`prefill_pricing`,
   `footprint`, `weights`, `fullness`).
-- Output: `decision`, which `explain` prints.
+- Output: `decision`.
 - Policies: `ownerserve` takes the cheapest route; `baselines`, `dynamo`, `dynamo_kv`, `conductor`
-  and `predicted_latency` are what others do. `admission` refuses steps.
+  and `predicted_latency` are what others do.
 
 May import `hetero_connector`'s planner, artifacts, spec, containers and errors, and
 `ownership.directory`; never an engine, redis or the simulator. Add a policy to `registry.POLICIES`;
@@ -18,9 +18,7 @@ add a term of the price to `PlacementTerms` and to the pricing.
 from ownership.scheduling.decision import (
     Placement,
     PlacementAction,
-    PlacementCandidate,
     PlacementDecision,
-    Refusal,
 )
 from ownership.scheduling.fleet import FleetView, Link, Role, WorkerLoad, WorkerView
 from ownership.scheduling.footprint import StateFootprint
@@ -42,11 +40,9 @@ __all__ = [
     "OwnerServe",
     "Placement",
     "PlacementAction",
-    "PlacementCandidate",
     "PlacementDecision",
     "PlacementTerms",
     "PlacementWeights",
-    "Refusal",
     "Role",
     "SchedulingPolicy",
     "StateFootprint",

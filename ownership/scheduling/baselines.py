@@ -24,15 +24,13 @@ class Colocated:
     (`vllm/v1/engine/core_client.py`, `DPLBAsyncMPClient`).
     """
 
-    sticky: bool = True
-    """False: every step goes to the least loaded worker."""
     name: str = "colocated"
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
         pricing = StepPricing(step, fleet)
         found = accepting_workers(pricing, range(len(fleet)))
         owner = fleet.index.get(step.owner or "")
-        if self.sticky and owner in found:
+        if owner in found:
             at = owner
         else:
             load = 4.0 * pricing.table.waiting + pricing.table.running

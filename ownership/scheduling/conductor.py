@@ -21,7 +21,7 @@ class Conductor:
     TTFT of a prefill worker: queue + prefill from its own prefix. If the fleet's longest prefix is
     more than `threshold` times its own, the worker may fetch it first, provided that the transfer
     is shorter than the prefill it saves; otherwise it computes the difference. Its early rejection
-    is `GatedPolicy`. Source: Qin et al., Mooncake (arXiv 2407.00079; FAST 2025): Algorithm 1, and
+    is left out. Source: Qin et al., Mooncake (arXiv 2407.00079; FAST 2025): Algorithm 1, and
     section 6.2 on what is transferred.
     """
 

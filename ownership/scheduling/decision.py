@@ -1,8 +1,7 @@
-"""A policy's decision for a step, with all candidates it considered."""
+"""A policy's decision for a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -51,26 +50,6 @@ def whole(placement: Placement) -> Placement:
     return Placement(PlacementAction.COLOCATED_PREFILL, worker, worker)
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementCandidate:
-    """One route by which the step could be served, with its price."""
-
-    placement: Placement
-    resume_tokens: int
-    """The token from which the prefill worker is expected to compute."""
-    terms: PlacementTerms
-    chosen: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """The reason why a step is not admitted."""
-
-    reason: str
-    predicted_ttft_s: float
-    """TTFT of the best placement."""
-
-
 @dataclass(frozen=True)
 class PlacementDecision:
     """The placement of a step. Details are computed on demand, from the figures at that time."""
@@ -80,15 +59,15 @@ class PlacementDecision:
     names: tuple[str, ...]
     """Names of the workers, by the index that `route` uses."""
     pricing: StepPricing = field(repr=False, compare=False)
-    remote: bool = False
-    """True if remote prefills were considered."""
-    refusal: Refusal | None = None
-    """Set if the step should be refused; the placement is then the best there was."""
+    refusal: str | None = None
+    """The reason why the step should be refused; the placement is then the best there was."""
 
     @cached_property
     def placement(self) -> Placement:
         """The chosen placement."""
-        return self._placement(self.route)
+        name, route = self.names.__getitem__, self.route
+        source = None if route.source is None else name(route.source)
+        return Placement(self._action(route), name(route.decode), name(route.prefill), source)
 
     @cached_property
     def predicted(self) -> PlacementTerms:
@@ -106,25 +85,6 @@ class PlacementDecision:
     def terms_of(self, placement: Placement) -> PlacementTerms:
         """Return the predicted cost of the placement that is carried out, as in `route_of`."""
         return self.pricing.terms(self.route_of(placement))
-
-    def candidates(self) -> Iterator[PlacementCandidate]:
-        """Iterate over all candidates, and the choice if it is not among them. Slow."""
-        is_shown = False
-        for route in self.pricing.routes(self.remote):
-            is_shown |= route == self.route
-            yield self._candidate(route)
-        if not is_shown:
-            yield self._candidate(self.route)
-
-    def _candidate(self, route: Route) -> PlacementCandidate:
-        resume_tokens = self.pricing.resume_tokens(route)
-        terms = self.pricing.terms(route)
-        return PlacementCandidate(self._placement(route), resume_tokens, terms, route == self.route)
-
-    def _placement(self, route: Route) -> Placement:
-        name = self.names.__getitem__
-        source = None if route.source is None else name(route.source)
-        return Placement(self._action(route), name(route.decode), name(route.prefill), source)
 
     def _action(self, route: Route) -> PlacementAction:
         step, owner = self.step, self.step.owner

@@ -36,7 +36,8 @@ class Dynamo:
     Source: ai-dynamo/dynamo, `lib/kv-router/src/scheduling/selector/default.rs` (`worker_logit`,
     `minimum_cost_index`), defaults in `scheduling/config.rs`, and `build_decode_router_override`
     of its prefill router for pools; read in November 2026. Left out is what is off by default:
-    conditional disaggregation, queues of policy classes, topology and output blocks.
+    session affinity, conditional disaggregation, queues of policy classes, topology and output
+    blocks.
     """
 
     rng: random.Random
@@ -44,9 +45,6 @@ class Dynamo:
     prefill_scale: float = 1.0
     host_credit: float = 0.75
     disk_credit: float = 0.25
-    affinity: bool = False
-    """True: a session stays at its worker while that accepts requests (`session_affinity`, mode
-    hard, with a time to live that no session outlives)."""
     name: str = "dynamo"
 
     def __post_init__(self) -> None:
@@ -58,10 +56,7 @@ class Dynamo:
         has_pools = {Role.PREFILL, Role.DECODE} <= set(fleet.roles)
         found = accepting_workers(pricing, fleet.decode_pool if has_pools else range(len(fleet)))
         credits = self.credits(step, fleet)
-        owner = fleet.index.get(step.owner or "")
-        if self.affinity and owner in found:
-            at = owner
-        elif has_pools:
+        if has_pools:
             at = self._least(pricing.table.context_tokens, found)
         else:
             at = self._least(self.costs(step, pricing, credits), found)

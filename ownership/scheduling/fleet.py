@@ -226,6 +226,7 @@ class WorkerTable(NamedTuple):
 
 
 _NUM_LOADS = len(WorkerLoad._fields)
+_ACCEPTING = WorkerLoad._fields.index("accepting")
 _IDLE = np.array(IDLE, np.float64)
 
 
@@ -295,6 +296,12 @@ class FleetView:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @property
+    def accepting(self) -> Floats:
+        """`[workers]`: 1 if it accepts requests now, else 0."""
+        accepting: Floats = self._loads[_ACCEPTING]
+        return accepting
 
     def update(self, worker: WorkerView) -> None:
         """Copy a worker's figures, and the present ones of its cost model.

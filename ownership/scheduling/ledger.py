@@ -124,6 +124,8 @@ class _InFlight:
     """Time when it was sent there."""
     new_tokens: int
     """Left to compute there; 0 after the first token."""
+    compute_s: float
+    """Seconds of its prefill, as they were added to the demand."""
     expected_by: _Worker | None = None
     """The worker that will decode it, until it is handed off; None if it is not elsewhere."""
 
@@ -170,20 +172,11 @@ class Ledger:
     O(log n) a call, amortised.
     """
 
-    def __init__(
-        self,
-        fleet: FleetView,
-        limits: LedgerLimits | None = None,
-        think_times: ThinkTimes | None = None,
-    ) -> None:
-        """`fleet`: its costs are read, and its loads are written here only.
-
-        `think_times`: what was learned earlier of sessions that return.
-        """
+    def __init__(self, fleet: FleetView, limits: LedgerLimits | None = None) -> None:
+        """`fleet`: its costs are read, and its loads are written here only."""
         self._fleet, self.limits = fleet, limits or LedgerLimits()
         most = self.limits.max_sessions
-        times = ThinkTimes(most) if think_times is None else think_times
-        self.sessions = SessionTable(times, most)
+        self.sessions = SessionTable(ThinkTimes(most), most)
         self.output_tokens = 256.0
         """Moving mean of the answers' tokens: the length that is expected of the next."""
         self.lost_requests = 0
@@ -217,15 +210,14 @@ class Ledger:
         if request in self._in_flight:
             raise ValueError(f"request {request!r} is in flight: give each sending its own name")
         worker = self._workers[work.prefill_worker]
-        flight = _InFlight(work, now_s, work.prefill_worker, now_s, work.new_tokens)
+        compute_s = self._fleet.compute_s(work.prefill_worker, work.prompt_tokens, work.new_tokens)
+        flight = _InFlight(work, now_s, work.prefill_worker, now_s, work.new_tokens, compute_s)
         self._in_flight[request] = worker.requests[request] = flight
         self._changed.add(flight.at)
         worker.change(Share(work.new_tokens, 1, 0, work.prompt_tokens), now_s)
         if work.decode_worker != work.prefill_worker:
             self._expect(flight)
-        self._demand.add(
-            self._fleet.compute_s(flight.at, work.prompt_tokens, work.new_tokens), now_s
-        )
+        self._demand.add(compute_s, now_s)
         if work.session_id:
             self._changed |= self.sessions.on_turn_start(
                 work.session_id, work.decode_worker, work.boundary_tokens, now_s, work.prompt_tokens
@@ -267,12 +259,18 @@ class Ledger:
         self._remove(request, flight, now_s, is_answered=True)
 
     def failed(self, request: Hashable, now_s: float) -> None:
-        """A request has ended without an answer: nothing is learned from it."""
-        flight = self._in_flight.get(request)
-        if flight is not None:
-            self._remove(request, flight, now_s)
+        """A request has ended without an answer: nothing is learned from it.
 
-    def reported(self, worker: str, load: WorkerLoad, at_s: float, now_s: float) -> None:
+        Without a first token it has computed nothing. It may be sent again, and counts once.
+        """
+        flight = self._in_flight.get(request)
+        if flight is None:
+            return
+        if flight.new_tokens and flight.at == flight.work.prefill_worker:
+            self._demand.take_back(flight.compute_s, flight.sent_s, now_s)
+        self._remove(request, flight, now_s)
+
+    def reported(self, worker: str, load: WorkerLoad, at_s: float) -> None:
         """A worker's own figures as of `at_s` have come. A report older than the last is ignored.
 
         Raises KeyError for an unknown worker.

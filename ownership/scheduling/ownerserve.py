@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hetero_connector.errors import NoWorkerError
-from ownership.scheduling.decision import PlacementAction, PlacementDecision, Refusal
+from ownership.scheduling.decision import PlacementAction, PlacementDecision
 from ownership.scheduling.fleet import FleetView
 from ownership.scheduling.policy import holders
 from ownership.scheduling.roles import Leaning
@@ -18,6 +18,8 @@ from ownership.scheduling.weights import PlacementWeights
 _REMOTE = PlacementAction.REMOTE_PREFILL
 _FETCH = PlacementAction.ARTIFACT_FETCH
 _MIGRATE = PlacementAction.STATE_MIGRATION
+_MAX_SOURCES = 4
+"""Number of workers to read from that are priced: those with the longest prefixes."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,6 @@ class OwnerServe:
     """mu, kappa and the strength of roles."""
     moves: frozenset[PlacementAction] = frozenset({_REMOTE, _FETCH, _MIGRATE})
     """The moves over the network that are considered."""
-    max_sources: int = 4
-    """Number of workers to read from that are priced: those with the longest prefixes."""
     name: str = "ownerserve"
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
@@ -46,14 +46,14 @@ class OwnerServe:
         if total_s == np.inf:
             if not pricing.table.accepting.any():
                 raise NoWorkerError
-            refusal = Refusal("the prompt's pages fit no worker", np.inf)
-        return PlacementDecision(step, route, fleet.names, pricing, remote, refusal)
+            refusal = "the prompt's pages fit no worker"
+        return PlacementDecision(step, route, fleet.names, pricing, refusal)
 
     def _leaning(self, fleet: FleetView) -> Leaning | None:
         if self.weights.role == 1.0 or len(fleet) == 1:
             return None
         _, terms = fleet.machines()
-        return Leaning(self.weights.role, terms.shared, fleet.prefill_demand)
+        return Leaning(self.weights.role, terms.shared, fleet.prefill_demand, fleet.accepting)
 
     def _sources(self, step: Step, fleet: FleetView) -> list[int]:
         """Return the workers to read from. Reading from the owner moves the session."""
@@ -61,7 +61,7 @@ class OwnerServe:
         migrate = fetch if step.forked else _MIGRATE in self.moves
         found = holders(step, fleet)
         allowed = [i for i in found if (migrate if fleet.names[i] == step.owner else fetch)]
-        return allowed[: self.max_sources]
+        return allowed[:_MAX_SOURCES]
 
 
 def _cheapest(pricing: StepPricing, owner: int | None, remote: bool) -> tuple[Route, float]:

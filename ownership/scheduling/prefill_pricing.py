@@ -264,8 +264,8 @@ class PrefillPricing:
         return np.minimum(tokens, self._tokens - 1.0, out=tokens)
 
     def _copies(self, weights: PlacementWeights) -> Floats:
-        """Return `copy_s`: the price of computing it, times kappa. What is handed off never costs
-        less than `weights.copy`."""
+        """Return `copy_s`: the price of computing its tokens, without that of steps, times kappa.
+        What is handed off never costs less than `weights.copy`."""
         own = self._held[2]
         end = np.array(((most(own),), (self._tokens - 1.0,)))
         token_s = end + own

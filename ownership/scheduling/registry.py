@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,7 +23,7 @@ POLICIES: Mapping[str, Callable[[random.Random], SchedulingPolicy]] = {
     "round_robin_pd": lambda rng: RoundRobinPd(),
     "prefix_aware": lambda rng: PrefixAware(),
     "dynamo": lambda rng: Dynamo(rng),
-    "dynamo_kv": lambda rng: DynamoKv(rng),
+    "dynamo_kv": lambda rng: DynamoKv(),
     "conductor": lambda rng: Conductor(),
     "predicted_latency": lambda rng: PredictedLatency(rng),
 }
@@ -54,3 +55,12 @@ def without_remote_prefills(policy: SchedulingPolicy) -> SchedulingPolicy:
     moves = policy.moves - {PlacementAction.REMOTE_PREFILL}
     # Roles are for fleets that prefill and decode apart.
     return replace(policy, moves=moves, weights=replace(policy.weights, role=1.0))
+
+
+def without_moves(policy: SchedulingPolicy) -> SchedulingPolicy:
+    """Return the policy for workers that cannot read each other's state: as
+    `without_remote_prefills`, and `ownerserve` and `conductor` fetch nothing."""
+    if isinstance(policy, Conductor):
+        return replace(policy, threshold=math.inf)
+    alone = without_remote_prefills(policy)
+    return replace(alone, moves=frozenset()) if isinstance(alone, OwnerServe) else alone

@@ -41,7 +41,7 @@ class _Idle(NamedTuple):
 class SessionTable:
     """The newest `max_sessions` sessions. Not thread-safe. O(log n) a call, amortised."""
 
-    def __init__(self, think_times: ThinkTimes, max_sessions: int = 4096) -> None:
+    def __init__(self, think_times: ThinkTimes, max_sessions: int) -> None:
         """`think_times`: learns when sessions return; no one else may tell it of turns."""
         self._think_times = think_times
         self._sessions = BoundedDict[str, _Session](max_sessions)

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 _CONTINUATION_TOKENS = 16
-"""With at most so many new tokens a session just continues to decode."""
-_COLD_SHARE = 0.5
-"""It does not where less than this share of what it had computed is in memory."""
+"""With at most so many tokens to compute a session just continues to decode."""
 
 
 class WorkerPrefix(NamedTuple):
@@ -65,11 +63,9 @@ class Step:
 
     @property
     def is_continuation(self) -> bool:
-        """Return True if nearly all tokens are computed: a session continues to decode."""
-        known = self.boundary_tokens
-        if self.forked or not known:
+        """Return True if the owner has nearly all tokens in memory: the session decodes on."""
+        if self.forked or not self.boundary_tokens or self.owner is None:
             return False
-        held = self.prefixes.values()
-        resident = max((max(x.hbm_tokens, x.dram_tokens) for x in held), default=0)
-        is_cold = resident < _COLD_SHARE * known
-        return not is_cold and self.prompt_tokens - max(known, resident) <= _CONTINUATION_TOKENS
+        held = self.prefixes.get(self.owner, WorkerPrefix())
+        resident = max(held.hbm_tokens, held.dram_tokens)
+        return self.prompt_tokens - resident <= _CONTINUATION_TOKENS

@@ -8,7 +8,7 @@ start.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -173,18 +173,6 @@ class StepPricing:
         """Return the token from which the prefill worker computes."""
         return self.prefills.resume_tokens(route.prefill, route.source)
 
-    def routes(self, remote: bool) -> Iterator[Route]:
-        """Iterate over all possible routes, the simplest first."""
-        accepting = np.flatnonzero(self.table.accepting).tolist()
-        for worker in accepting:
-            yield Route(worker, worker)
-        for source in self.sources:
-            lacking = self.prefills.readable[source] > self.prefills.resident
-            yield from (Route(i, i, source) for i in accepting if lacking[i])
-        if remote:
-            for prefill in accepting:
-                yield from (Route(i, prefill) for i in accepting if i != prefill)
-
     def _terms(self, route: Route, prefill: PrefillTerms) -> PlacementTerms:
         """Return the terms of a route: `prefill`, and decoding."""
         queue_s, network_s, restore_s, compute_s, delay_s, copy_s, role_s = prefill
@@ -209,8 +197,8 @@ class StepPricing:
         output, machine = step.output_tokens, table.machine
         own_s = output * (machine.decode_s + float(step.prompt_tokens) * machine.context_s)
         decode_s: Floats = own_s + output * terms.batch_s
-        if step.owner is None:
-            # The session stays: idle sessions there will decode together with its later turns.
+        if step.session_id and step.owner is None:
+            # A new session stays: idle sessions there will decode together with its later turns.
             decode_s += own_s * table.returning
         delay_s: Floats = own_s * (table.running + table.waiting)
         unleaning_s: Floats = decode_s + self._weights.stall * delay_s

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PlacementWeights:
-    """The prices of a placement besides its own time. Each pays in a study: decision 75."""
+    """The prices of a placement besides its own time. Each pays in a study: decisions 75 and
+    80."""
 
     stall: float = 0.3
-    """mu: seconds of cost for each second of delay of one running decode. It is higher than the
-    planner's, because a router can send a prefill elsewhere and an engine cannot. On recorded agent
-    and chat traces task times were least from 0.1 to 0.3; at 1 prefills queued at workers that
-    decoded nothing."""
+    """mu: seconds of cost for each second of delay of another request's decode, which runs or will
+    run (decision 84). It is higher than the planner's, because a router can send a prefill
+    elsewhere and an engine cannot. On recorded agent and chat traces task times were least from 0.1
+    to 0.3; at 1 prefills queued at workers that decoded nothing."""
     copy: float = 3.0
     """kappa: price of state of which two workers have a copy from then on, as a multiple of the
     time to compute it, where sessions need half of the cache (`fullness`). In a full cache a copy

@@ -32,7 +32,7 @@ class EventLoop:
         heapq.heappush(self._events, (time_s, begins, self._announced, call, args))
 
     def stop(self) -> None:
-        """Drop all events, so that `run` ends."""
+        """Drop the events announced so far: `run` ends if no more are announced."""
         self._events.clear()
 
     def run(self) -> None:

@@ -80,6 +80,8 @@ class FleetSpec:
     links: Mapping[tuple[str, str], Link]
     chunk_tokens: int | None = None
     """None: the least that fits trace and model, see `chunk_tokens_for`."""
+    profiles: tuple[Path, ...] = ()
+    """The files of the profiles that were read."""
 
     def of_size(self, count: int) -> FleetSpec:
         """Return a fleet of `count` workers: the first ones, or more by repeating them in turn.
@@ -147,6 +149,7 @@ class _Reader:
 
     def __init__(self, path: Path, fleet: _Fleet) -> None:
         self._path, self._fleet = path, fleet
+        self._profiles: list[Path] = []
 
     def fleet(self) -> FleetSpec:
         found = self._fleet
@@ -172,13 +175,15 @@ class _Reader:
         return FleetSpec(
             str(self._path), found.model, model, workers,
             EngineLimits(found.step_tokens, found.max_running, found.retention_interval),
-            dict(self._links(names)), found.chunk_tokens,
+            dict(self._links(names)), found.chunk_tokens, tuple(self._profiles),
         )  # fmt: skip
 
     def _workers(self, model: ModelSpec) -> Iterator[WorkerSpec]:
         for at, kind in enumerate(self._fleet.workers):
             field = f"workers[{at}]"
-            costs, roofline = self._costs(kind, model, field)
+            profile = self._profile(kind, field)
+            costs, roofline = self._costs(kind, model, profile, field)
+            measured = profile.model if profile else ""
             capacity = TierBytes(
                 self._hbm_bytes(kind, field),
                 int(kind.dram_gib * GIB),
@@ -188,30 +193,38 @@ class _Reader:
                 raise self._error("an SSD needs DRAM: reads pass through it", f"{field}.dram_gib")
             for number in range(kind.count):
                 name = f"{kind.name}-{number}" if kind.count > 1 else kind.name
-                yield WorkerSpec(name, costs, capacity, Role(kind.role), roofline)
+                yield WorkerSpec(name, costs, capacity, Role(kind.role), roofline, measured)
 
     def _costs(
-        self, kind: _Worker, model: ModelSpec, field: str
+        self, kind: _Worker, model: ModelSpec, profile: CostProfile | None, field: str
     ) -> tuple[CostModel, Roofline | None]:
+        steps = self._fleet.step_tokens
+        if profile is not None:
+            return profile.cost_model(model.state_types, step_tokens=steps), None
+        assert kind.hardware is not None
+        if kind.hardware not in HARDWARE:
+            problem = f"no {kind.hardware!r}; there are {', '.join(HARDWARE)}"
+            raise self._error(problem, f"{field}.hardware")
+        hardware = HARDWARE[kind.hardware]
+        roofline = roofline_of(hardware, kind.gpus, model, COMPUTE[self._fleet.model])
+        return derived_costs(hardware, kind.gpus, model, roofline, steps), roofline
+
+    def _profile(self, kind: _Worker, field: str) -> CostProfile | None:
+        """Read a worker's profile; None if it has hardware instead."""
         if (kind.hardware is None) == (kind.profile is None):
             raise self._error("needs either hardware or profile", field)
-        if kind.hardware is not None:
-            if kind.hardware not in HARDWARE:
-                problem = f"no {kind.hardware!r}; there are {', '.join(HARDWARE)}"
-                raise self._error(problem, f"{field}.hardware")
-            hardware, steps = HARDWARE[kind.hardware], self._fleet.step_tokens
-            roofline = roofline_of(hardware, kind.gpus, model, COMPUTE[self._fleet.model])
-            return derived_costs(hardware, kind.gpus, model, roofline, steps), roofline
-        assert kind.profile is not None
+        if kind.profile is None:
+            return None
+        path = self._path.parent / kind.profile
         try:
-            profile = CostProfile.read(self._path.parent / kind.profile)
+            profile = CostProfile.read(path)
         except ConfigError as error:
             raise self._error(str(error), f"{field}.profile") from error
         if profile.subject.tp_size != kind.gpus:
             problem = f"was measured with tensor parallelism {profile.subject.tp_size}"
             raise self._error(f"{problem}, not {kind.gpus} (gpus)", f"{field}.profile")
-        steps = self._fleet.step_tokens
-        return profile.cost_model(model.state_types, step_tokens=steps), None
+        self._profiles.append(path)
+        return profile
 
     def _hbm_bytes(self, kind: _Worker, field: str) -> int:
         if kind.hbm_gib is not None:

@@ -37,7 +37,9 @@ class BlockSums:
     sessions: int
     """Sessions in a block, a power of two: blocks of two results can be made equal."""
     sums: Sequence[Sequence[float]]
-    """`[blocks][columns]`."""
+    """`[blocks][columns]`, of the blocks that have figures."""
+    places: Sequence[int] | None = None
+    """The numbers of those blocks, from the first session on; None: 0, 1, 2, ..."""
 
     @classmethod
     def of(
@@ -53,25 +55,25 @@ class BlockSums:
         `task_sessions`. `of_steps`: the same for the TTFT of requests, and 1 if it attained.
         """
         tasks, steps = (np.array(x, np.int64) for x in (task_sessions, step_sessions))
-        most = max((int(numbers.max()) for numbers in (tasks, steps) if len(numbers)), default=0)
-        size = 1
-        while most // size >= _MOST_BLOCKS:
-            size *= 2
-        count = most // size + 1
+        places, size = np.union1d(tasks, steps), 1
+        while len(places) > _MOST_BLOCKS:
+            places, size = np.unique(places // 2), size * 2
 
         def summed(numbers: npt.NDArray[np.int64], values: Sequence[float] | None) -> Array:
             weights = np.ones(len(numbers)) if values is None else values
-            return np.bincount(numbers // size, weights, count).astype(np.float64)
+            at = np.searchsorted(places, numbers // size)
+            return np.bincount(at, weights, len(places)).astype(np.float64)
 
         columns = [summed(tasks, values) for values in (None, *of_tasks)]
         columns += [summed(steps, values) for values in (None, *of_steps)]
         sums = np.stack(columns, axis=1)
-        return cls(size, [[float(f"{value:.6g}") for value in row] for row in sums.tolist()])
+        rows = [[float(f"{value:.6g}") for value in row] for row in sums.tolist()]
+        return cls(size, rows, places.tolist())
 
-    def merged(self, sessions: int) -> Array:
-        """Return the sums of larger blocks: `[blocks, columns]`."""
-        together = sessions // self.sessions
-        return np.add.reduceat(np.array(self.sums), range(0, len(self.sums), together), axis=0)
+    def places_of(self, sessions: int) -> npt.NDArray[np.int64]:
+        """Return for each block the number of the larger one that it is in: `[blocks]`."""
+        places = range(len(self.sums)) if self.places is None else self.places
+        return np.array(places, np.int64) // (sessions // self.sessions)
 
 
 class Ratio(NamedTuple):
@@ -89,14 +91,14 @@ class Ratio(NamedTuple):
 
 def paired_ratio(
     found: Sequence[BlockSums], reference: Sequence[BlockSums], figure: str
-) -> Ratio | None:
+) -> Ratio | str:
     """Compare a figure of `MEANS` over the same seeds, and so over the same sessions.
 
-    None if there is nothing to compare: a mean is 0, or there are too few sessions for an interval.
+    Returns the reason if there is nothing to compare.
     """
     pair = _joined(found, reference)
     if pair.shape[1] < _LEAST_BLOCKS:
-        return None
+        return "too few sessions"
     value, number = _COLUMNS.index(figure), _COLUMNS.index(MEANS[figure])
     rng = np.random.default_rng(0)
     blocks = pair.shape[1]
@@ -106,18 +108,19 @@ def paired_ratio(
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = np.log(ours[:, 0] / ours[:, 1]) - np.log(theirs[:, 0] / theirs[:, 1])
     if not np.isfinite(ratios).all():
-        return None
+        return "a mean is 0"
     low, high = np.percentile(ratios[1:], [2.5, 97.5])
     return Ratio(*(float(x) for x in np.exp([ratios[0], low, high])))
 
 
 def _joined(found: Sequence[BlockSums], reference: Sequence[BlockSums]) -> npt.NDArray[Any]:
     """Return `[2, blocks, columns]`: equal blocks of both, each summed over all seeds."""
-    size = max(one.sessions for one in (*found, *reference))
-    sides = [[one.merged(size) for one in side] for side in (found, reference)]
-    blocks = max(len(sums) for side in sides for sums in side)
-    total = np.zeros((2, blocks, len(_COLUMNS)))
-    for at, side in enumerate(sides):
-        for sums in side:
-            total[at, : len(sums)] += sums
+    every = [*found, *reference]
+    size = max(one.sessions for one in every)
+    places = np.unique(np.concatenate([one.places_of(size) for one in every]))
+    total = np.zeros((2, len(places), len(_COLUMNS)))
+    for at, side in enumerate((found, reference)):
+        for one in side:
+            sums = np.array(one.sums).reshape(-1, len(_COLUMNS))
+            np.add.at(total[at], np.searchsorted(places, one.places_of(size)), sums)
     return total[:, (total[:, :, 0] + total[:, :, 3]).any(axis=0)]

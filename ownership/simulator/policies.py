@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,13 +10,11 @@ from typing import Any, get_args
 
 from hetero_connector.errors import SimulationError
 from hetero_connector.planner.planner import Mode
-from ownership.scheduling.admission import GatedPolicy
 from ownership.scheduling.decision import PlacementAction
 from ownership.scheduling.dynamo import Dynamo
 from ownership.scheduling.fleet import Role
 from ownership.scheduling.ownerserve import OwnerServe
 from ownership.scheduling.policy import SchedulingPolicy
-from ownership.scheduling.predicted_latency import PredictedLatency
 from ownership.scheduling.registry import (
     POLICIES,
     POOLED,
@@ -69,9 +68,6 @@ class PolicySpec:
     """`typed`; `paged`: the dense baseline, every layer keeps the pages of all tokens."""
     answers: str = "lost"
     """`lost`; `kept`: the state of decoded tokens is kept if a later prompt can begin with them."""
-    peers: str = "any"
-    """`any`: engines read from the peer that has most of what their planner wants, unless the
-    scheduling policy names one; `named`: only from a peer that it names."""
     prefillers: int | None = None
     """So many workers are the prefill pool and the others the decode pool; None: by the fleet's
     roles. Only for policies with pools."""
@@ -84,12 +80,6 @@ class PolicySpec:
     """The price of duplicates under `ownerserve` (`PlacementWeights.copy`); None: the default."""
     prefill_scale: float | None = None
     """Dynamo's weight of prefills; None: the default."""
-    slo: tuple[float, float] | None = None
-    """Objectives of `predicted_latency`: seconds to the first and to each further token."""
-    affinity: str | None = None
-    """`session`: under `dynamo` a session stays at its worker; `none`, the default: it need not."""
-    ttft_objective_s: float | None = None
-    """Requests that are predicted to take longer to the first token are refused."""
 
     def scheduler(self, rng: random.Random, can_hand_off: bool = True) -> SchedulingPolicy:
         """Return a new scheduling policy. `can_hand_off`: False if some worker has no DRAM, from
@@ -100,16 +90,9 @@ class PolicySpec:
         for term in self.without:
             assert isinstance(policy, OwnerServe), "the option is of ownerserve only"
             policy = TERMS[term](policy)
-        if isinstance(policy, Dynamo):
-            policy.affinity = self.affinity == "session"
-            policy.prefill_scale = self.prefill_scale or policy.prefill_scale
-        if self.slo is not None and isinstance(policy, PredictedLatency):
-            policy.ttft_objective_s, policy.token_objective_s = self.slo
-        if not can_hand_off:
-            policy = without_remote_prefills(policy)
-        if self.ttft_objective_s is None:
-            return policy
-        return GatedPolicy(policy, self.ttft_objective_s)
+        if self.prefill_scale is not None and isinstance(policy, Dynamo):
+            policy.prefill_scale = self.prefill_scale
+        return policy if can_hand_off else without_remote_prefills(policy)
 
     def workers(self, fleet: Sequence[WorkerSpec]) -> list[WorkerSpec]:
         """Return a fleet's workers with the roles and only the tiers that the policy uses.
@@ -147,16 +130,19 @@ def have_dram(fleet: Iterable[WorkerSpec]) -> bool:
 
 
 def parse_policy(text: str) -> PolicySpec:
-    """Read `ownerserve` or `colocated+eviction=lru+checkpoints=full+tiers=dram`.
+    """Read `ownerserve` or `colocated+eviction=value+checkpoints=full+tiers=dram`.
 
     Raises SimulationError that names the part and lists what it may be.
     """
     scheduling, *options = text.split("+")
     if scheduling not in POLICIES:
         raise _unknown(text, f"no scheduling policy {scheduling!r}", POLICIES)
-    spec = PolicySpec(text, scheduling)
+    spec, given = PolicySpec(text, scheduling), set[str]()
     for option in options:
         name, _, value = option.partition("=")
+        if name in given and name != "without":
+            raise SimulationError(f"policy {text!r}", "given twice: give it once", name)
+        given.add(name)
         spec = _with(spec, name, value)
     for option, owner in _OF_ONE_POLICY.items():
         if getattr(spec, option) is not None and scheduling != owner:
@@ -176,8 +162,7 @@ def _with(spec: PolicySpec, name: str, value: str) -> PolicySpec:
     read = _OPTIONS.get(name)
     if read is None:
         raise _unknown(spec.text, f"no option {name!r}", _OPTIONS)
-    field_name = "ttft_objective_s" if name == "ttft" else name
-    changed: dict[str, Any] = {field_name: read(spec.text, name, value)}
+    changed: dict[str, Any] = {name: read(spec.text, name, value)}
     if name == "without":
         changed["without"] = (*spec.without, changed["without"])
     if name in CachePolicy._fields:
@@ -225,23 +210,22 @@ def _checkpoints(text: str, name: str, value: str) -> str:
     return value
 
 
-def _above_0(text: str, name: str, value: str) -> float:
+def _from_0(text: str, name: str, value: str) -> float:
     try:
         number = float(value)
     except ValueError:
-        number = 0.0
-    if not 0.0 < number < _LIMIT:
-        problem = f"{value!r} is no number above 0 and below {_LIMIT:g}"
+        number = math.nan
+    if not 0.0 <= number < _LIMIT:
+        problem = f"{value!r} is no number from 0 and below {_LIMIT:g}"
         raise SimulationError(f"policy {text!r}", problem, name)
     return number
 
 
-def _objectives(text: str, name: str, value: str) -> tuple[float, float]:
-    first, colon, further = value.partition(":")
-    if not colon:
-        problem = f"{value!r} is not two times in seconds, as in 2:0.05"
-        raise SimulationError(f"policy {text!r}", problem, name)
-    return _above_0(text, name, first), _above_0(text, name, further)
+def _above_0(text: str, name: str, value: str) -> float:
+    number = _from_0(text, name, value)
+    if not number:
+        raise SimulationError(f"policy {text!r}", f"{value!r} is no number above 0", name)
+    return number
 
 
 def _whole(text: str, name: str, value: str) -> int:
@@ -249,10 +233,6 @@ def _whole(text: str, name: str, value: str) -> int:
         problem = f"{value!r} is no whole number above 0"
         raise SimulationError(f"policy {text!r}", problem, name)
     return int(value)
-
-
-def _from_0(text: str, name: str, value: str) -> float:
-    return 0.0 if value == "0" else _above_0(text, name, value)
 
 
 def _share(text: str, name: str, value: str) -> float:
@@ -281,7 +261,6 @@ _OPTIONS: dict[str, Callable[[str, str, str], object]] = {
     "tiers": _one_of("all", "dram", "gpu"),
     "state": _one_of("typed", "paged"),
     "answers": _one_of("lost", "kept"),
-    "peers": _one_of("any", "named"),
     "prefillers": _whole,
     "handoffs": _one_of("chunks", "tokens"),
     "view": _one_of(*VIEWS),
@@ -295,9 +274,6 @@ _OPTIONS: dict[str, Callable[[str, str, str], object]] = {
     "without": _term,
     "copies": _above_0,
     "prefill_scale": _above_0,
-    "affinity": _one_of("none", "session"),
-    "slo": _objectives,
-    "ttft": _above_0,
 }
 """The readers of options: (policy's text, option's name, its value) -> the field's value."""
 
@@ -305,8 +281,6 @@ _OPTIONS: dict[str, Callable[[str, str, str], object]] = {
 _OF_ONE_POLICY = {
     "copies": "ownerserve",
     "prefill_scale": "dynamo",
-    "affinity": "dynamo",
-    "slo": "predicted_latency",
 }
 """Options of one scheduling policy."""
 

@@ -93,9 +93,9 @@ class Router:
     def on_closed(self, live: LiveSession) -> None:
         """A session has ended. A real router is not told."""
 
-    def on_report(self, worker: str, load: WorkerLoad, at_s: float, now_s: float) -> None:
-        """A report has come."""
-        self.ledger.reported(worker, load, at_s, now_s)
+    def on_report(self, worker: str, load: WorkerLoad, at_s: float) -> None:
+        """A report of the load as of `at_s` has come."""
+        self.ledger.reported(worker, load, at_s)
 
 
 class ReportsRouter(Router):
@@ -115,7 +115,7 @@ class ReportsRouter(Router):
             self._fleet.set_load(name, load._replace(returning=returning, returning_tokens=tokens))
         self._fleet.prefill_demand = known.prefill_demand
 
-    def on_report(self, worker: str, load: WorkerLoad, at_s: float, now_s: float) -> None:
+    def on_report(self, worker: str, load: WorkerLoad, at_s: float) -> None:
         self._loads[worker] = load
 
 
@@ -212,12 +212,16 @@ class Routers:
     def prefixes(self, chain: BlockRuns, chunk_tokens: int) -> dict[str, WorkerPrefix]:
         """Return how far each worker could resume a prompt, as routers know it, by name.
 
-        `chain`: the prompt up to the last boundary at which it could resume.
+        A router knows of a worker what the directory records, which has no pages in HBM; of one
+        without DRAM what stock engines publish, their pages. `chain`: the prompt up to the last
+        boundary at which it could resume.
         """
         found, wrong_share = {}, self._knowledge.wrong_prefixes
+        is_exact = self._knowledge.view == "exact"
         for name, worker in self._workers.items():
             known = chain.head(self._told(name, chain)) if self._news else chain
-            prefix = worker.memory.worker_prefix(known)
+            sees_pages = is_exact or not worker.spec.capacity.dram
+            prefix = worker.memory.worker_prefix(known, sees_pages=sees_pages)
             if prefix is None:
                 continue
             if wrong_share and self._rng.random() < wrong_share:
@@ -294,6 +298,6 @@ class Routers:
         come_s = now_s + knowledge.report_lag
         for router in self.routers:
             if self._rng.random() >= knowledge.lost_reports:
-                self._loop.at(come_s, router.on_report, worker.name, load, now_s, come_s)
+                self._loop.at(come_s, router.on_report, worker.name, load, now_s)
         if not self._is_over():
             self._loop.at(now_s + interval_s, self._report, worker, interval_s)

@@ -213,7 +213,9 @@ class Sessions:
 
     def _arrive(self, live: LiveSession, index: int) -> None:
         request = live.request(index)
-        chain = chunk_runs(request.blocks, self._blocks_per_chunk)
+        prompt_tokens = max(1, request.input_tokens)
+        # Some traces list a prompt's partial last block, too.
+        full_chunks = prompt_tokens // (self._blocks_per_chunk * self._block_tokens)
         answered = live.answered(index, self._block_tokens) if self._keep_answers else None
         if answered is not None:
             answered = chunk_runs(answered, self._blocks_per_chunk)
@@ -223,10 +225,9 @@ class Sessions:
                 session=live.number,
                 index=index,
                 arrived_s=self._loop.now_s,
-                prompt_tokens=max(1, request.input_tokens),
+                prompt_tokens=prompt_tokens,
                 output_tokens=max(1, request.output_tokens),
-                chain=chain,
-                num_chunks=chain.num_blocks,
+                chain=chunk_runs(request.blocks, self._blocks_per_chunk).head(full_chunks),
                 answered_chain=answered,
             ),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -43,17 +42,14 @@ def simulate(
     policy: PolicySpec,
     workload: Workload | None = None,
     *,
-    on_answer: Callable[[], None] | None = None,
-    timer: Callable[[], float] = time.perf_counter,
     timeline: Timeline | None = None,
     objectives: Objectives | None = None,
 ) -> SimulationResult:
     """Simulate from the first arrival to the last answer.
 
-    `workload`: how the trace is sent; None: as recorded. `on_answer` is called after every answer.
-    `objectives`: what a request has to keep to count as goodput; None: the defaults.
-    `timer` measures what decisions take; the figures do not depend on it. Everything that the
-    workers do is added to `timeline`, about 2 kB a request.
+    `workload`: how the trace is sent; None: as recorded. `objectives`: what a request has to keep
+    to count as goodput; None: the defaults. Everything that the workers do is added to `timeline`,
+    about 2 kB a request.
 
     Raises:
         TraceError: the trace is not what its format says.
@@ -67,18 +63,18 @@ def simulate(
     gc.disable()  # only runs of chunks are in reference cycles: all are freed after the simulation
     try:
         run = FleetSimulation(
-            fleet, policy, shape, iter(sent), trace.block_tokens, workload.seed, timer, on_answer,
-            None if timeline is None else Recording(timeline), objectives, workload.window,
-            workload.population,
+            fleet, policy, shape, iter(sent), trace.block_tokens, workload.seed,
+            recording=None if timeline is None else Recording(timeline), objectives=objectives,
+            window=workload.window, population=workload.population,
         )  # fmt: skip
         run.run()
-        decisions = run.tally.decision_s
+        decisions, specs = run.tally.decision_s, [x.spec for x in run.workers.values()]
         return SimulationResult(
             policy=policy.text,
             workers=len(fleet.workers),
             model=fleet.model_name,
             trace=sent.source,
-            caveats=(*sent.caveats, *_guesses([x.spec for x in run.workers.values()])),
+            caveats=(*sent.caveats, *_guesses(specs, fleet.model_name)),
             seed=workload.seed,
             parameters=workload.parameters(),
             figures=figures_of(run),
@@ -102,8 +98,11 @@ def chunk_tokens_of(trace: Trace, fleet: FleetSpec, model: ModelSpec) -> int:
     return wanted
 
 
-def _guesses(workers: Sequence[WorkerSpec]) -> Iterator[str]:
-    """Yield a sentence on the tiers that are used and that a worker's profile has not measured."""
+def _guesses(workers: Sequence[WorkerSpec], model: str) -> Iterator[str]:
+    """Yield sentences on what workers' profiles have measured: which model, and which tiers that
+    are used they have not. `model`: the fleet's."""
+    if measured := dict.fromkeys(x.measured_model for x in workers if x.measured_model):
+        yield f"Profiles are of {' and '.join(measured)}; the state that is moved is of {model}."
     readers = {
         Tier.DRAM: [x for x in workers if x.capacity.dram],
         Tier.SSD: [x for x in workers if x.capacity.ssd],
@@ -155,7 +154,7 @@ def figures_of(run: FleetSimulation) -> Figures:
         step_p50_s=percentile(tally.step_s, 50),
         step_p95_s=percentile(tally.step_s, 95),
         step_p99_s=percentile(tally.step_s, 99),
-        token_mean_s=_ratio(decode_s, total(lambda engine: engine.decoded_tokens)),
+        token_mean_s=gaps.mean_s,
         token_p50_s=gaps.percentile_s(50),
         token_p99_s=gaps.percentile_s(99),
         attained_share=_ratio(attained, answered + tally.refused),

@@ -42,14 +42,13 @@ class FleetSimulation:
         sessions: Iterator[Session],
         block_tokens: int,
         seed: int,
-        timer: Callable[[], float] = time.perf_counter,
         on_answer: Callable[[], None] | None = None,
         recording: Recording | None = None,
         objectives: Objectives | None = None,
         window: Window = WHOLE,
         population: int | None = None,
     ) -> None:
-        """`timer` measures decisions. `on_answer` is called after every answer.
+        """`on_answer` is called after every answer.
 
         `population`: sessions of each worker that are under way at all times.
         """
@@ -59,7 +58,7 @@ class FleetSimulation:
         self._totals_at: dict[float, list[WorkerTotals]] = {}
         """Copies of the workers' sums at the begin and the end of the window."""
         self.loop, self.tally = EventLoop(), Tally(objectives or Objectives())
-        self.shape, self._timer, self._report_answer = shape, timer, on_answer
+        self.shape, self._report_answer = shape, on_answer
         table, owners = StoredChunkTable(shape), ChunkOwners(self._owned)
         specs = policy.workers(fleet.workers)
         self.workers = {
@@ -83,7 +82,6 @@ class FleetSimulation:
             partial(policy.scheduler, can_hand_off=have_dram(specs)),
             seed, lambda: self.sessions.are_over,
         )  # fmt: skip
-        self._reads_any_peer = policy.peers == "any"
         self._keeps_answers = policy.answers == "kept"
         self._hands_off_short = policy.handoffs == "tokens"
         self._num_short = 0
@@ -158,10 +156,10 @@ class FleetSimulation:
         self._num_due += counts
         router = self.routers.arrive(request)
         step = router.step(live, request.index, self._step(live, request))
-        begun = self._timer()
+        begun = time.perf_counter()
         decision = router.decide(step)
         route = decision.route
-        tally.decision_s.append(self._timer() - begun)
+        tally.decision_s.append(time.perf_counter() - begun)
         decoder = self.workers[decision.names[route.decode]]
         prefiller = self.workers[decision.names[route.prefill]]
         needed = self.shape.request_bytes(request.prompt_tokens + request.output_tokens)
@@ -190,10 +188,8 @@ class FleetSimulation:
         request.expected_tokens = max(1, request.prompt_tokens - local_tokens)
         if route.source is not None:
             self._fetch(request, self.workers[decision.names[route.source]], prefiller)
-        elif self._reads_any_peer:
-            self._fetch_from_any(request, prefiller)
         else:
-            self._queue(request, prefiller)
+            self._fetch_from_any(request, prefiller)
 
     def _step(self, live: LiveSession, request: LiveRequest) -> Step:
         """Return the request as it is, without what a router has to know of its session."""
@@ -205,14 +201,14 @@ class FleetSimulation:
         return Step(
             request.prompt_tokens,
             self.routers.prefixes(chain, self.shape.chunk_tokens),
-            live.session.id,
+            live.session.id if live.session.is_named else "",
             boundary_tokens=boundary_tokens,
         )
 
     def _make_short_chunk(self, live: LiveSession, request: LiveRequest) -> None:
         """Make the short chunk at which the prompt is handed off, if it needs one."""
         self._num_short += 2  # ids of which none follows another
-        short = short_chunk(self.shape, request.chain, request.prompt_tokens, -self._num_short)
+        short = short_chunk(self.shape, request.prompt_tokens, -self._num_short)
         if short is not None:
             live.short_chunks[request.index] = request.handoff_chunk = short
 
@@ -228,9 +224,6 @@ class FleetSimulation:
     def _owned(self, name: str, chain: BlockRuns) -> ChunkRanges:
         return self.workers[name].memory.owned(chain)
 
-    def _queue(self, request: LiveRequest, worker: Worker) -> None:
-        worker.submit(request)
-
     def _fetch_from_any(self, request: LiveRequest, target: Worker) -> None:
         """Read from the peer of which the target's planner wants most, then queue the request."""
         peers = [worker for worker in self.workers.values() if worker is not target]
@@ -240,7 +233,7 @@ class FleetSimulation:
             peer, limit = max(wanted, key=lambda pair: pair[1])
             self._fetch(request, peer, target, limit)
         else:
-            self._queue(request, target)
+            target.submit(request)
 
     def _fetch(
         self, request: LiveRequest, source: Worker, target: Worker, limit: int | None = None
@@ -267,7 +260,7 @@ class FleetSimulation:
     ) -> None:
         request.network_s += self.loop.now_s - begun_s
         request.peer_chunks = chunks
-        self._queue(request, target)
+        target.submit(request)
 
     def _on_prefilled(self, request: LiveRequest) -> None:
         if not request.decodes_elsewhere and request.first_token_s < 0.0:

@@ -78,7 +78,7 @@ class Workload:
     are not drawn but taken as they are, once each."""
     sessions: int | None = None
     """Number of sessions; None: as many as the trace has. Of a trace that has more, the seed draws
-    where a stretch of so many begins."""
+    where a stretch of so many begins. More than it has can only be drawn, with `sharing`."""
     seed: int = 0
     speed: float | None = None
     """Recorded starts come so many times as fast; think times stay. None: as recorded."""
@@ -96,7 +96,7 @@ class Workload:
         Raises:
             SimulationError: no rate is given and none recorded; or one is given and all recorded
                 sessions start at once (raised with the first session); or two of the parameters
-                contradict each other.
+                contradict each other; or the trace has fewer sessions.
             TraceError: a number is out of its range, or the trace is bad.
         """
         self.check(recorded)
@@ -116,13 +116,17 @@ class Workload:
         given |= {"begin_s": begin_s or None, "end_s": end_s if end_s < math.inf else None}
         return {name: value for name, value in given.items() if value is not None}
 
-    def is_drawn(self, recorded: Trace) -> bool:
-        """Return True if another seed would send other sessions, or at other times."""
-        if self.sharing is not None or self.population is not None or not recorded.starts_recorded:
-            return True
+    def drawn(self, recorded: Trace, number: int) -> int:
+        """Return what the seed draws: if two seeds draw the same, they send the same sessions at
+        the same times.
+
+        `number`: of the trace's sessions. Raises SimulationError if it has too few.
+        """
         if self.half is not None:
-            recorded = half_of(recorded, self.half)
-        return self.sessions is not None and self.sessions < sum(1 for _ in recorded)
+            number = number // 2 if self.half == "first" else number - number // 2
+        is_whole = self.sharing is not None or self.population is not None
+        first = 0 if is_whole else self._first(recorded, number)
+        return self.seed if is_whole or not recorded.starts_recorded else first
 
     def check(self, recorded: Trace) -> None:
         """Raise SimulationError or TraceError if parameters are out of range or contradict."""
@@ -182,9 +186,16 @@ class Workload:
         """Return as many sessions as wanted, from a place on that the seed draws."""
         if self.sessions is None:
             return recorded
-        spare = sum(1 for _ in recorded) - self.sessions
-        first = int(np.random.default_rng([self.seed, 3]).integers(spare + 1)) if spare > 0 else 0
+        first = self._first(recorded, sum(1 for _ in recorded))
         return replace(recorded, sessions=partial(islice, recorded, first, first + self.sessions))
+
+    def _first(self, recorded: Trace, number: int) -> int:
+        """Return the place of the first session that is sent of `number` ones."""
+        spare = 0 if self.sessions is None else number - self.sessions
+        if spare < 0:
+            problem = f"the trace has {number}, not {self.sessions}: give fewer, or draw them with"
+            raise SimulationError(recorded.source, f"{problem} sharing", "sessions")
+        return int(np.random.default_rng([self.seed, 3]).integers(spare + 1))
 
     def _starts(self, recorded: Trace) -> PoissonStarts:
         if self.rate is None:
@@ -298,11 +309,11 @@ def _drawn(
     for copy in count() if number is None else range(number):
         which = int(choices.integers(len(recorded)))
         session = recorded[which]
-        yield Session(
+        yield replace(
+            session,
             id=f"{session.id}#{copy}",
             requests=_renamed(session.requests, shared_blocks[which], next_id),
             start_s=next(starts_s),
-            preamble_tokens=session.preamble_tokens,
         )
         next_id += _id_span(session)
 

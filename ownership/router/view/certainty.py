@@ -58,6 +58,12 @@ class Reason(StrEnum):
     """The directory did not answer within its deadline, or is given a pause after that."""
     DIRECTORY_FAILED = "directory_failed"
     """The directory's answer was an error."""
+    PEERS_LOST = "peers_lost"
+    """Messages cannot be exchanged with the other routers. Nothing new is known of their load."""
+    PEER_GAP = "peer_gap"
+    """A router's messages were lost, and it has not repeated them yet."""
+    PEER_DIFFERS = "peer_differs"
+    """A router sends messages of another version."""
 
 
 def certainty(reasons: Iterable[str], *, knows_anything: bool) -> Certainty:

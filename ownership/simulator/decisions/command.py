@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ownership.scheduling.registry import POOLED
+from hetero_connector.errors import SimulationError
 from ownership.simulator.decisions.accuracy import Accuracy, Predictions
 from ownership.simulator.decisions.policies import Comparison, OtherPolicies
 from ownership.simulator.figures import SimulationResult
@@ -46,6 +46,8 @@ class Report:
     predictions: Predictions
     others: OtherPolicies
     simulated: Sequence[SimulationResult]
+    left_out: Sequence[str] = ()
+    """Sentences on the policies that cannot be simulated on the fleet."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the output of `--json`."""
@@ -60,6 +62,7 @@ class Report:
             "policies": [row._asdict() for row in self.others.rows()],
             "caveats": [*counts.sentences(), _ALONE, _PREDICTED, _DRAWS],
             "simulated": [result.as_json() for result in self.simulated],
+            "not_simulated": list(self.left_out),
         }
 
     def as_markdown(self) -> str:
@@ -89,6 +92,8 @@ class Report:
                 map(_simulated_row, self.simulated),
             )
             lines += ["", _SIMULATED, *self.simulated[0].caveats]
+        if self.left_out:
+            lines += ["", *self.left_out]
         return "\n".join(lines)
 
 
@@ -106,24 +111,32 @@ def look_back(
     """
     others = OtherPolicies(policies)
     spec = None if fleet is None else read_fleet(fleet)
-    simulable = [] if spec is None else _simulable(policies, spec)
+    simulable, left_out = ([], []) if spec is None else _simulable(policies, spec)
     log, predictions = DecisionFile(path), Predictions()
     for number, decided in enumerate(_with_progress(log)):
         predictions.add(decided.record)
         if number % every == 0:
             others.add(decided)
     simulated = []
-    if spec is not None:
-        trace = read(path)
+    if spec is not None and simulable:
+        sessions = list(trace := read(path))
+        trace = replace(trace, sessions=lambda: iter(sessions))
         simulated = [simulate(trace, spec, policy) for policy in simulable]
-    report = Report(log, predictions, others, simulated)
+    report = Report(log, predictions, others, simulated, left_out)
     print(json.dumps(report.as_json(), indent=2) if as_json else report.as_markdown())
 
 
-def _simulable(policies: Sequence[str], fleet: FleetSpec) -> list[PolicySpec]:
-    """Return the policies without those that need pools, if the fleet has none."""
-    has_pools = len({worker.role for worker in fleet.workers}) > 1
-    return [parse_policy(name) for name in policies if has_pools or not POOLED.get(name)]
+def _simulable(policies: Sequence[str], fleet: FleetSpec) -> tuple[list[PolicySpec], list[str]]:
+    """Return the policies that can run on the fleet, and a sentence on each of the others."""
+    found, left_out = list[PolicySpec](), list[str]()
+    for policy in map(parse_policy, policies):
+        try:
+            policy.workers(fleet.workers)
+        except SimulationError as error:
+            left_out.append(f"Not simulated: {error}")
+        else:
+            found.append(policy)
+    return found, left_out
 
 
 def _with_progress(log: DecisionFile) -> Iterable[Decided]:

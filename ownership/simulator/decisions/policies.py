@@ -14,11 +14,11 @@ from hetero_connector.errors import NoWorkerError, SimulationError
 from ownership.decisions.records import DecisionRecord
 from ownership.scheduling.decision import whole
 from ownership.scheduling.fleet import FleetView, Role
-from ownership.scheduling.policy import SchedulingPolicy
 from ownership.scheduling.registry import (
     POLICIES,
     POOLED,
     scheduling_policy,
+    without_moves,
     without_remote_prefills,
 )
 from ownership.scheduling.step import Step
@@ -71,10 +71,9 @@ class _Asked:
 
     def __init__(self, name: str, seed: int) -> None:
         self._name = name
-        self._pooled: SchedulingPolicy = scheduling_policy(name, random.Random(seed))
-        self._whole: SchedulingPolicy = without_remote_prefills(
-            scheduling_policy(name, random.Random(seed))
-        )
+        self._pooled = scheduling_policy(name, random.Random(seed))
+        self._whole = without_remote_prefills(scheduling_policy(name, random.Random(seed)))
+        self._alone = without_moves(scheduling_policy(name, random.Random(seed)))
         self._changes_s = array("d")
         self._actions = Counter[str]()
         self._equal = self._decisions = self._impossible = 0
@@ -83,7 +82,9 @@ class _Asked:
         if POOLED.get(self._name) and not _has_pools(fleet):
             self._impossible += 1
             return
-        policy = self._pooled if record.handoffs else self._whole
+        policy = self._pooled
+        if not record.handoffs:
+            policy = self._whole if record.fetches else self._alone
         try:
             decision = policy.decide(step, fleet)
         except NoWorkerError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 
 from hetero_connector.artifacts.record import Tier
@@ -10,6 +11,7 @@ from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.pricing import EngineLoad
 from ownership.simulator.machine.channel import Channel, Flow
 from ownership.simulator.machine.request import Hits, LiveRequest
+from ownership.simulator.machine.staging import SsdRead, SsdReads
 from ownership.simulator.state.checkpoints import Retention
 from ownership.simulator.state.chunks import longest_short_chunk
 from ownership.simulator.state.memory import WorkerMemory
@@ -82,18 +84,20 @@ class RequestAdmission:
         staged: Flow, retention: Retention,
     ) -> None:  # fmt: skip
         self._memory, self._restorer = memory, restorer
-        self._ssd_reads, self._staged, self._retention = ssd_reads, staged, retention
+        self._ssd_channel, self._retention = ssd_reads, retention
         footprint = memory.shape.footprint
         self._dram_pace = footprint.pace(costs.load.rates(Tier.DRAM))
         self._ssd_pace = footprint.pace(costs.load.rates(Tier.SSD))
+        self._ssd_reads = SsdReads(memory, ssd_reads, staged, self._ssd_pace)
 
     def admit(
-        self, request: LiveRequest, now_s: float, decodes: int,
-        stage: Callable[[LiveRequest, float, Run], None],
+        self, request: LiveRequest, now_s: float, load: EngineLoad,
+        begin_read: Callable[[SsdRead], None],
     ) -> Admitted:  # fmt: skip
-        """Take pages for the whole prompt.
+        """Take pages for the whole prompt. `load`: the engine's decodes.
 
-        `stage(request, end_s, pinned)` is called if state has to be read from SSD first.
+        `begin_read` is called if state has to be read from SSD first, and no other request has it
+        read already; `end_read` has to be called when that has ended.
         """
         memory, shape = self._memory, self._memory.shape
         size, total = shape.chunk_tokens, request.prompt_tokens + request.generated
@@ -101,17 +105,17 @@ class RequestAdmission:
         limit = (request.prompt_tokens - 1) // size
         local = memory.resumable(match, limit)
         cached = memory.hbm.match(request.chain.head(local)) if local < match.chunks else match
-        run = memory.hbm.use(cached, memory.next_tick())
+        run = memory.hbm.cut(cached)
         memory.hbm.pin(run)
         if not memory.hbm.reserve(shape.request_bytes(total - local * size)):
             memory.hbm.unpin(run)
             return Admitted.NO_PAGES
+        memory.hbm.mark(run, memory.next_tick())
         request.junction_chunks = min(match.chunks, limit) if match.chunks > local else 0
         dram, ssd = memory.stored(request.chain)
         request.stored_chunks = min(max(dram.chunks, ssd.chunks), limit)
         if request.matched_tokens < 0:
-            matched = max(match.chunks, dram.chunks, ssd.chunks) * size
-            request.matched_tokens = min(matched, request.prompt_tokens)
+            request.matched_tokens = max(match.chunks, dram.chunks, ssd.chunks) * size
         if request.was_staged:
             ssd = NO_MATCH
         restore = None
@@ -119,24 +123,28 @@ class RequestAdmission:
             request.short_chunks, request.chain, request.stored_chunks, memory.dram
         )
         if short is not None or max(dram.chunks, ssd.chunks) > local:
-            load = EngineLoad(0, decodes, self._bytes_in_flight(now_s))
+            load = replace(load, in_flight_bytes=self._bytes_in_flight(now_s))
             restore = self._restorer.plan(
                 dram, ssd, request.prompt_tokens, local, load, short=short
             )
         if restore is not None and restore.is_staged:
             memory.hbm.release(shape.request_bytes(total - local * size))
             memory.hbm.unpin(run)
-            self._read_ssd(request, restore, now_s, stage)
+            self._ssd_reads.wait(request, restore, dram, ssd, local, now_s, begin_read)
             return Admitted.STAGING
         self._start(request, run, local, restore, total)
         request.waited_s += now_s - request.queued_s
         request.admitted_s = now_s
         return Admitted.YES
 
+    def end_read(self, read: SsdRead) -> list[LiveRequest]:
+        """End a read from SSD; return the requests that have waited for it."""
+        return self._ssd_reads.end(read)
+
     def cache_prompt(self, request: LiveRequest) -> None:
-        """Add the full pages of a computed prompt to the prefix cache."""
+        """Add the full chunks of a computed prompt to the prefix cache."""
         memory, shape = self._memory, self._memory.shape
-        full = min(request.prompt_tokens // shape.chunk_tokens, request.num_chunks)
+        full = request.chain.num_blocks
         cached_tokens = full * shape.chunk_tokens
         memory.hbm.release(shape.request_bytes(request.computed - request.cached_tokens))
         # The request's own pages first: a checkpoint must not take their place.
@@ -185,9 +193,7 @@ class RequestAdmission:
         """Take the window pages that a step with a prefill needs; return the bytes taken."""
         hbm, shape = self._memory.hbm, self._memory.shape
         wanted_bytes = prefilled_tokens * shape.step_bytes_per_token
-        taken_bytes = min(wanted_bytes, hbm.make_room(wanted_bytes)) if wanted_bytes else 0
-        hbm.reserved_bytes += taken_bytes
-        return taken_bytes
+        return hbm.reserve_up_to(wanted_bytes) if wanted_bytes else 0
 
     def free_step_pages(self, taken_bytes: int) -> None:
         """Free the pages that `take_step_pages` took."""
@@ -229,27 +235,6 @@ class RequestAdmission:
         elif not request.generated:
             request.hits = hits
 
-    def _read_ssd(
-        self, request: LiveRequest, restore: Restore, now_s: float,
-        stage: Callable[[LiveRequest, float, Run], None],
-    ) -> None:  # fmt: skip
-        """Begin to read from SSD into DRAM, where the slots are taken at once."""
-        memory, pace = self._memory, self._ssd_pace
-        seconds = pace.latency_s + restore.ssd_chunks * memory.shape.chunk_tokens * pace.token_s
-        seconds += restore.ssd_checkpoints * pace.checkpoint_s
-        checkpoints = [restore.boundary_chunks] if restore.ssd_checkpoints else []
-        self._staged.add(restore.ssd_chunks, checkpoints)
-        request.was_staged, request.staged_chunks = True, restore.ssd_chunks
-        end_s = self._ssd_reads.start(now_s, seconds)
-        chunks = restore.stored_chunks
-        run, _, _ = memory.dram.add(
-            request.chain.head(chunks), chunks, checkpoints, memory.next_tick()
-        )
-        memory.dram.pin(run)
-        request.waited_s += now_s - request.queued_s
-        request.staged_s += end_s - now_s
-        stage(request, end_s, run)
-
     def _bytes_in_flight(self, now_s: float) -> dict[Tier, int]:
-        pending_s, pace = self._ssd_reads.pending_s(now_s), self._ssd_pace.ahead_s_per_byte
+        pending_s, pace = self._ssd_channel.pending_s(now_s), self._ssd_pace.ahead_s_per_byte
         return {Tier.SSD: int(pending_s / pace)} if pending_s and pace else {}

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hetero_connector.planner.cost_model import CostModel
+from hetero_connector.planner.pricing import EngineLoad
 from ownership.simulator.clock import EventLoop
 from ownership.simulator.machine.admission import Admitted, DecodePages, RequestAdmission
 from ownership.simulator.machine.request import LiveRequest
+from ownership.simulator.machine.staging import SsdRead
 from ownership.simulator.machine.token_gaps import TokenGaps
 from ownership.simulator.state.memory import WorkerMemory
-from ownership.simulator.state.runs import Run
 
 _MAX_STEPS = 256
 """Decode steps in one event; pages for all of them are taken at its start."""
@@ -43,7 +44,6 @@ class EngineTotals:
     """Sums over everything that an engine did."""
 
     busy_s: float = 0.0
-    decoded_tokens: int = 0
     decode_s: float = 0.0
     """Seconds of the steps of all decoded tokens."""
     late_s: float = 0.0
@@ -60,7 +60,6 @@ class EngineTotals:
         """Return what was done after a copy was made."""
         return EngineTotals(
             self.busy_s - before.busy_s,
-            self.decoded_tokens - before.decoded_tokens,
             self.decode_s - before.decode_s,
             self.late_s - before.late_s,
             self.exposed_s - before.exposed_s,
@@ -190,17 +189,18 @@ class BatchEngine:
         """Number of requests that are being decoded."""
         return len(self._decodes)
 
-    def submit(self, request: LiveRequest, *, first: bool = False) -> None:
-        """Queue a request; `first`: before all others, because its state has been staged."""
+    def submit(self, request: LiveRequest) -> None:
+        """Queue a request."""
         request.queued_s = self.loop.now_s
-        if first:
-            self.waiting.appendleft(request)
-        else:
-            self.waiting.append(request)
-            self.queued_tokens += request.expected_tokens
+        self.waiting.append(request)
+        self.queued_tokens += request.expected_tokens
+        self._wake(is_next=len(self.waiting) == 1)
+
+    def _wake(self, *, is_next: bool) -> None:
+        """Begin a step if none is under way. `is_next`: a queued request is to begin after it."""
         if not self._is_busy:
             self._begin()
-        elif self._decode_event is not None and (first or len(self.waiting) == 1):
+        elif self._decode_event is not None and is_next:
             self._cut_short(self._decode_event)
 
     def _begin(self) -> None:
@@ -222,11 +222,14 @@ class BatchEngine:
             if len(self.prefilling) + len(self._decodes) >= limits.max_running:
                 return
             request = self.waiting[0]
-            outcome = self.admission.admit(request, now_s, len(self._decodes), self._stage)
+            load = EngineLoad(0, len(self._decodes), decoded_context=self.context_tokens)
+            outcome = self.admission.admit(request, now_s, load, self._begin_read)
             if outcome is Admitted.NO_PAGES:
                 return
             self.waiting.popleft()
-            if outcome is Admitted.YES:
+            if outcome is Admitted.STAGING:
+                self.staging += 1
+            else:
                 self.prefilling.append(request)
                 self._scheduling_s += self.times.overhead.blocking_s(request.prompt_tokens)
                 rest = request.total - request.computed
@@ -234,15 +237,18 @@ class BatchEngine:
                 request.expected_tokens = rest
                 left -= rest
 
-    def _stage(self, request: LiveRequest, end_s: float, pinned: Run) -> None:
-        """Park a request until its state has been read from SSD into DRAM."""
-        self.staging += 1
-        self.loop.at(end_s, self._on_staged, request, pinned)
+    def _begin_read(self, read: SsdRead) -> None:
+        self.loop.at(read.end_s, self._on_staged, read)
 
-    def _on_staged(self, request: LiveRequest, pinned: Run) -> None:
-        self.staging -= 1
-        self.memory.dram.unpin(pinned)
-        self.submit(request, first=True)
+    def _on_staged(self, read: SsdRead) -> None:
+        """Queue the requests whose state has been read from SSD, before all others."""
+        requests = self.admission.end_read(read)
+        self.staging -= len(requests)
+        for request in reversed(requests):
+            request.queued_s = self.loop.now_s
+            self.waiting.appendleft(request)
+        if requests:
+            self._wake(is_next=True)
 
     def _begin_mixed(self) -> None:
         """Begin a step with prefills."""
@@ -315,7 +321,6 @@ class BatchEngine:
             self._report_step(self.on_step, steps, seconds, is_mixed=event is None)
         if decodes:
             self.totals.decode_s += decodes * seconds
-            self.totals.decoded_tokens += decodes * steps
             self.totals.gaps.add(seconds / steps, decodes * steps)
             self._steps_done += steps
             self.context_tokens += decodes * steps

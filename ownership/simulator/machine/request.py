@@ -37,9 +37,7 @@ class LiveRequest:
     output_tokens: int
     """Tokens to decode, at least 1."""
     chain: BlockRuns
-    """The chunks of its prompt."""
-    num_chunks: int
-    """The last one may be partial: it takes a slot, but no request can resume after it."""
+    """The full chunks of its prompt."""
     answered_chain: BlockRuns | None = None
     """The full chunks of the prompt and its answer, if they are known and kept."""
     handoff_chunk: ShortChunk | None = None

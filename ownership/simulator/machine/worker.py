@@ -44,6 +44,8 @@ class WorkerSpec:
     role: Role = Role.BOTH
     roofline: Roofline | None = None
     """The seconds of its steps; None: those of the cost model."""
+    measured_model: str = ""
+    """The model that its profile was measured on; "": it has none."""
 
     def step_times(self) -> StepTimes:
         """Return how long its engine's steps take."""
@@ -189,7 +191,8 @@ class Worker:
         memory, tokens = self.memory, request.prompt_tokens
         limit = (tokens - 1) // self.shape.chunk_tokens
         local = memory.resumable(memory.hbm.match(request.chain), limit)
-        load = EngineLoad(0, self.engine.running_decodes)
+        engine = self.engine
+        load = EngineLoad(0, engine.running_decodes, decoded_context=engine.context_tokens)
         at_peer = peer.memory.dram.match(request.chain)
         restore = self._restorer.plan(*memory.stored(request.chain), tokens, local, load, at_peer)
         return restore if restore is not None and restore.from_peer else None

@@ -47,7 +47,7 @@ class ShortChunk(NamedTuple):
     """
 
     id: int
-    """Its id in a chain. Traces do not name unfinished blocks, so no other prompt has it."""
+    """Its id in a chain. Most traces do not name unfinished blocks, so no other prompt has it."""
     before: int
     """Number of full chunks before it."""
     start: int
@@ -59,12 +59,10 @@ class ShortChunk(NamedTuple):
         return BlockRuns.of_runs((*chain.head(self.before).runs, (self.id, 1)))
 
 
-def short_chunk(
-    shape: StateShape, chain: BlockRuns, prompt_tokens: int, unused_id: int
-) -> ShortChunk | None:
+def short_chunk(shape: StateShape, prompt_tokens: int, unused_id: int) -> ShortChunk | None:
     """Make the short chunk that ends where a prompt resumes after a handoff.
 
-    None if a full chunk ends there. `unused_id`: its id if the trace does not name the block.
+    None if a full chunk ends there. `unused_id`: its id.
     """
     if StateType.RECURRENT in shape.model.state_types:
         return None  # recurrent state is kept at the end of full chunks only
@@ -72,8 +70,7 @@ def short_chunk(
     before, rest = divmod(end, size)
     if not rest:
         return None
-    unfinished = chain.tail(before).runs if prompt_tokens // size == before else ()
-    return ShortChunk(unfinished[0][0] if unfinished else unused_id, before, before * size, end)
+    return ShortChunk(unused_id, before, before * size, end)
 
 
 def longest_short_chunk(

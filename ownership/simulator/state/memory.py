@@ -13,15 +13,12 @@ from hetero_connector.store.catalog.seconds_saved import SecondsSaved
 from ownership.scheduling.step import WorkerPrefix
 from ownership.simulator.state.owners import ChunkOwners, OwnedSpan, append_span, are_covered
 from ownership.simulator.state.resident import ResidentChunks
-from ownership.simulator.state.runs import ChunkSizes, Match, Run
+from ownership.simulator.state.runs import NO_MATCH, ChunkSizes, Match, Run
 from ownership.simulator.state.shape import StateShape
 from ownership.simulator.state.sparse import Added, SparseChunks, missing_ranges
 from ownership.simulator.traces.block_runs import BlockRuns
 
 EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)
-BY_RECENCY: frozenset[EvictionName] = frozenset({"leaf_lru", "lru"})
-"""Policies that rank by `last_used` alone. Any other is asked again after each chunk."""
-
 _Tier = TypeVar("_Tier", bound=ResidentChunks)
 
 
@@ -36,7 +33,7 @@ def make_tier(
 ) -> _Tier:
     """Make an empty tier. `now`: the logical clock that its ticks are of."""
     policy = make_policy(eviction, seconds_saved, now)
-    return kind(sizes, capacity_bytes, policy, state_type, by_recency=eviction in BY_RECENCY)
+    return kind(sizes, capacity_bytes, policy, state_type, by_recency=eviction == "leaf_lru")
 
 
 @dataclass(frozen=True)
@@ -93,12 +90,13 @@ class WorkerMemory:
         self._tick += 1
         return self._tick
 
-    def worker_prefix(self, chain: BlockRuns) -> WorkerPrefix | None:
+    def worker_prefix(self, chain: BlockRuns, *, sees_pages: bool) -> WorkerPrefix | None:
         """Return where a prompt could resume, as a scheduler sees it; None: nowhere.
 
-        `chain`: the prompt up to the last boundary at which it could resume.
+        `chain`: the prompt up to the last boundary at which it could resume. `sees_pages`: False
+        if the scheduler does not know what is in HBM.
         """
-        matches = (self.hbm.match(chain), *self.stored(chain))
+        matches = (self.hbm.match(chain) if sees_pages else NO_MATCH, *self.stored(chain))
         hbm, dram, ssd = [x.chunks for x in matches]
         if not (hbm or dram or ssd):
             return None

@@ -9,7 +9,7 @@ store's eviction policies choose the run; they see its last chunk.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.catalog.eviction import EvictionPolicy
@@ -47,6 +47,8 @@ class ResidentChunks:
         self._eviction, self._state_type = eviction, state_type
         self._by_recency = by_recency
         self._pins_checkpoints, self._num_checkpoints = pins_checkpoints, 0
+        self._held_bytes = 0
+        """The part of `used_bytes` that pins keep."""
         self._next_victim: Run | None = None
         """The run that lost chunks last and has more. It is not in the policy, and leaves first
         until a run that was used less recently may leave, or it is used itself."""
@@ -81,24 +83,35 @@ class ResidentChunks:
 
         The last run may be cut, so do not ask `match` for checkpoints afterwards.
         """
-        path = match.path
-        if not path:
+        run = self.cut(match)
+        self.mark(run, tick)
+        return run
+
+    def cut(self, match: Match) -> Run:
+        """Return the run that ends with matched chunks, cut there if it is longer; see `use`."""
+        if not match.path:
             return self.root
-        last = path[-1]
-        if match.chunks < last.end:
-            last = self._split(last, match.chunks)
-        self._mark(path[:-1], tick)
-        self._mark((last,), tick)
-        return last
+        last = match.path[-1]
+        return self._split(last, match.chunks) if match.chunks < last.end else last
+
+    def mark(self, run: Run, tick: int) -> None:
+        """Mark a run and everything before it as used."""
+        while run.parent is not None:
+            run.last_used, run.uses = tick, run.uses + 1
+            if run.last_chunk is not None:
+                run.last_chunk.last_used, run.last_chunk.uses = tick, run.uses
+            run = run.parent
 
     def pin(self, run: Run) -> None:
-        """Keep a run and everything before it until `unpin`."""
+        """Keep a run and everything before it until `unpin`. O(runs before it)."""
         run.pins += 1
+        self._hold(run, 1)
 
     def unpin(self, run: Run) -> None:
         """Undo one `pin`."""
         run.pins -= 1
         assert run.pins >= 0
+        self._hold(run, -1)
         self._offer(run)
 
     def add(
@@ -121,7 +134,7 @@ class ResidentChunks:
         if not wanted and not lacking:
             return anchor, 0, []
         sizes = self.sizes
-        self.pin(anchor)
+        anchor.pins += 1
         size_bytes = wanted * sizes.chunk_bytes + len(lacking) * sizes.checkpoint_bytes
         free_bytes = self.make_room(size_bytes)
         if free_bytes < size_bytes:
@@ -137,18 +150,32 @@ class ResidentChunks:
                 chain = chain.head(match.chunks + wanted)
             end = self._extend(anchor, chain.tail(match.chunks), tick, owner)
         for boundary in lacking:
-            insort(self._run_at(end, boundary).checkpoints, boundary)
+            run = self._run_at(end, boundary)
+            insort(run.checkpoints, boundary)
+            if run.held and self._pins_checkpoints:
+                self._held_bytes += sizes.checkpoint_bytes
         self._num_checkpoints += len(lacking)
         self.used_bytes += wanted * sizes.chunk_bytes + len(lacking) * sizes.checkpoint_bytes
         self._offer(end)
         return end, wanted, lacking
 
     def reserve(self, size_bytes: int) -> bool:
-        """Reserve room for other data, evicting if needed; False if there is too little."""
-        if self.make_room(size_bytes) < size_bytes:
+        """Reserve room for other data, evicting if needed.
+
+        False if all that may leave would be too little: then nothing leaves.
+        """
+        if size_bytes > self.capacity_bytes - self.reserved_bytes - self._held_bytes:
             return False
+        free_bytes = self.make_room(size_bytes)
+        assert free_bytes >= size_bytes, "what is not held may leave"
         self.reserved_bytes += size_bytes
         return True
+
+    def reserve_up_to(self, size_bytes: int) -> int:
+        """Reserve room as far as there is some, evicting if needed; return the bytes."""
+        reserved_bytes = min(size_bytes, self.make_room(size_bytes))
+        self.reserved_bytes += reserved_bytes
+        return reserved_bytes
 
     def release(self, size_bytes: int) -> None:
         """Free reserved room."""
@@ -181,7 +208,10 @@ class ResidentChunks:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if counts, the tree and the capacity contradict each other."""
-        sizes, size_bytes, num_checkpoints = self.sizes, 0, 0
+        sizes, size_bytes, num_checkpoints, held_bytes = self.sizes, 0, 0, 0
+        for run in (self.root, *self.runs()):
+            assert run.held == run.pins + sum(child.held for child in run.children.values())
+            held_bytes += self._stay_bytes(run) if run.held else 0
         for run in self.runs():
             assert run.parent is not None
             assert run.parent.children[run.first] is run
@@ -193,13 +223,22 @@ class ResidentChunks:
             size_bytes += len(run.checkpoints) * sizes.checkpoint_bytes
             num_checkpoints += len(run.checkpoints)
         assert (size_bytes, num_checkpoints) == (self.used_bytes, self._num_checkpoints)
+        assert held_bytes == self._held_bytes
         assert 0 <= self.used_bytes + self.reserved_bytes <= self.capacity_bytes
 
-    def _mark(self, runs: Iterable[Run], tick: int) -> None:
-        for run in runs:
-            run.last_used, run.uses = tick, run.uses + 1
-            if run.last_chunk is not None:
-                run.last_chunk.last_used, run.last_chunk.uses = tick, run.uses
+    def _hold(self, run: Run | None, pins: int) -> None:
+        """Add so many pins to a run and everything before it."""
+        while run is not None:
+            was_held, run.held = run.held, run.held + pins
+            if not (was_held and run.held):
+                self._held_bytes += pins * self._stay_bytes(run)
+            run = run.parent
+
+    def _stay_bytes(self, run: Run) -> int:
+        """Return the bytes of a run that stay while it is held."""
+        checkpoints = len(run.checkpoints) if self._pins_checkpoints else 0
+        chunks = 0 if run.is_missing else run.count
+        return chunks * self.sizes.chunk_bytes + checkpoints * self.sizes.checkpoint_bytes
 
     def _split(self, run: Run, chunks: int) -> Run:
         """Cut a run after the chain's first `chunks` chunks; return the new run before the cut."""
@@ -207,7 +246,7 @@ class ResidentChunks:
         assert parent is not None
         head = Run(run.first, kept, run.start, parent)
         head.last_used, head.uses = run.last_used, run.uses
-        head.owner, head.is_missing = run.owner, run.is_missing
+        head.owner, head.is_missing, head.held = run.owner, run.is_missing, run.held
         at = bisect_right(run.checkpoints, chunks)
         head.checkpoints, run.checkpoints = run.checkpoints[:at], run.checkpoints[at:]
         parent.children[run.first] = head

@@ -21,8 +21,8 @@ class Run:
     """Consecutive chunks of one chain that the same requests used last."""
 
     __slots__ = (
-        "checkpoints", "children", "count", "first", "is_missing", "last_chunk", "last_used",
-        "owner", "parent", "pins", "start", "uses",
+        "checkpoints", "children", "count", "first", "held", "is_missing", "last_chunk",
+        "last_used", "owner", "parent", "pins", "start", "uses",
     )  # fmt: skip
 
     def __init__(self, first: int, count: int, start: int, parent: Run | None) -> None:
@@ -32,6 +32,8 @@ class Run:
         """The boundaries that have a checkpoint, as numbers of chunks before them, ascending; each
         is in (start, start + count]."""
         self.last_used = self.uses = self.pins = 0
+        self.held = 0
+        """Pins of this run and of all that continue it: it stays while there is one."""
         self.owner: str | None = None
         """The worker that owns the chunks, of which this is a replica; None: no replica."""
         self.is_missing = False

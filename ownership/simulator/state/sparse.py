@@ -109,7 +109,7 @@ class SparseChunks(ResidentChunks):
         assert run.is_missing
         parent = run.parent
         assert parent is not None
-        self.pin(run)
+        run.pins += 1
         size_bytes = self.sizes.chunk_bytes
         free_bytes = self.make_room(run.count * size_bytes)
         fitting = min(run.count, free_bytes // max(1, size_bytes))
@@ -119,6 +119,8 @@ class SparseChunks(ResidentChunks):
             filled = self._split(run, first + fitting) if fitting < run.count else run
             filled.is_missing = False
             self.used_bytes += fitting * size_bytes
+            if filled.held:
+                self._held_bytes += fitting * size_bytes
             self._offer(filled)
         if filled is not run:
             self._offer(run)

@@ -98,24 +98,25 @@ def _check_trace(inputs: Inputs, wanted: Sequence[Point], fleet: FleetSpec) -> N
     for point in wanted:
         drawn = point.sharing is not None or not trace.starts_recorded
         if drawn and point.rate is None and point.population is None and point.speed is None:
-            problem = "no starts are recorded, or sessions are drawn: add --sweep rate=..."
+            why = "sessions are drawn" if trace.starts_recorded else "no starts are recorded"
+            problem = f"{why}: say when they start, with --sweep rate=... or population=..."
             raise SimulationError(trace.source, problem)
         point.workload.check(trace)
-    if len({point.seed for point in wanted}) > 1:
-        _check_seeds(trace, [point.workload for point in wanted])
+    if any(point.seed or point.sessions for point in wanted):
+        _check_drawn(trace, [point.workload for point in wanted])
 
 
-def _check_seeds(trace: Trace, workloads: Sequence[Workload]) -> None:
-    """Raise SimulationError if seeds would send the same sessions at the same times."""
-    known: dict[Workload, bool] = {}
+def _check_drawn(trace: Trace, workloads: Sequence[Workload]) -> None:
+    """Raise SimulationError if the trace has too few sessions, or if two seeds would send the same
+    sessions at the same times."""
+    number, known = sum(1 for _ in trace), dict[tuple[Workload, int], int]()
     for workload in workloads:
-        any_seed = replace(workload, seed=0)
-        if any_seed not in known:
-            known[any_seed] = workload.is_drawn(trace)
-    if not all(known.values()):
-        problem = "changes nothing: the same sessions start at the same times"
-        advice = "draw sessions with --sweep sessions=, sharing= or population="
-        raise SimulationError("--sweep", f"{problem}; {advice}", "seed")
+        drawn = replace(workload, seed=0), workload.drawn(trace, number)
+        seed = known.setdefault(drawn, workload.seed)
+        if seed != workload.seed:
+            problem = f"{seed} and {workload.seed} send the same sessions at the same times"
+            advice = "give other seeds, or draw sessions with --sweep sharing= or population="
+            raise SimulationError("--sweep", f"{problem}: {advice}", "seed")
 
 
 def _command(inputs: Inputs, policies: Sequence[str], sweeps: Sequence[str]) -> str:

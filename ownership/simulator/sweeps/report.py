@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hetero_connector.units import GIB
+from ownership.simulator.figures import Objectives
 from ownership.simulator.pairing import MEANS, BlockSums, Ratio, paired_ratio
 
 Setting = tuple[tuple[str, Any], ...]
@@ -22,8 +23,9 @@ class Row:
     seeds: tuple[int, ...]
     figures: Mapping[str, float]
     """Means over seeds."""
-    ratios: Mapping[str, Ratio]
-    """Figures of `MEANS` over those of the setting's first policy, on the same sessions."""
+    ratios: Mapping[str, Ratio | str]
+    """Figures of `MEANS` over those of the setting's first policy, on the same sessions, each or
+    the reason why there is none."""
     overhead_us: float | None
     """Measured median of a decision; None: not measured."""
 
@@ -66,21 +68,22 @@ def _row(
 
 def _ratios(
     found: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]
-) -> dict[str, Ratio]:
+) -> dict[str, Ratio | str]:
     """Compare with the reference, unless it is the same or refused other numbers of requests.
 
-    A prompt that fits no worker is refused under every policy.
+    A prompt that fits no worker is refused under every policy. Empty if there are no sums.
     """
     served = [
         [(x["point"]["seed"], x["figures"].get("refused", 0.0)) for x in side]
         for side in (found, reference)
     ]
     has_blocks = all("blocks" in x for x in [*found, *reference])
-    if found is reference or not has_blocks or served[0] != served[1]:
+    if found is reference or not has_blocks:
         return {}
+    if served[0] != served[1]:
+        return dict.fromkeys(MEANS, "refused others")
     ours, theirs = ([BlockSums(**x["blocks"]) for x in side] for side in (found, reference))
-    ratios = {name: paired_ratio(ours, theirs, name) for name in MEANS}
-    return {name: ratio for name, ratio in ratios.items() if ratio is not None}
+    return {name: paired_ratio(ours, theirs, name) for name in MEANS}
 
 
 class Column(NamedTuple):
@@ -92,6 +95,7 @@ class Column(NamedTuple):
     digits: int = 2
 
 
+_OBJECTIVES = f"{Objectives().ttft_s:g} s and {1e3 * Objectives().token_s:g} ms"
 COLUMNS = (
     Column("TTFT mean, s", "ttft_mean_s", digits=3),
     Column("TTFT p50, s", "ttft_p50_s", digits=3),
@@ -108,14 +112,14 @@ COLUMNS = (
     Column("step p99, s", "step_p99_s"),
     Column("token, mean, ms", "token_mean_s", 1e3, 1),
     Column("token, p99, ms", "token_p99_s", 1e3, 1),
-    Column("within objectives, %", "attained_share", 100, 1),
-    Column("goodput, requests/s", "goodput_per_s"),
+    Column(f"within {_OBJECTIVES}, %", "attained_share", 100, 1),
+    Column(f"goodput: within {_OBJECTIVES}, requests/s", "goodput_per_s"),
     Column("unfairness by length", "length_unfairness"),
     Column("refused", "refused", digits=0),
     Column("HBM per session, GiB", "hbm_gib_per_session"),
     Column("live sessions, most", "most_live_sessions", digits=0),
-    Column("sessions per GPU, 90 % within objectives", "sessions_per_gpu_90", digits=1),
-    Column("sessions per GPU, 99 % within objectives", "sessions_per_gpu_99", digits=1),
+    Column(f"sessions per GPU, 90 % within {_OBJECTIVES}", "sessions_per_gpu_90", digits=1),
+    Column(f"sessions per GPU, 99 % within {_OBJECTIVES}", "sessions_per_gpu_99", digits=1),
     Column("saved, M tokens", "saved_tokens", 1e-6, 1),
     Column("network, GiB", "network_bytes", 1 / GIB, 1),
     Column("SSD written, GiB", "ssd_written_bytes", 1 / GIB, 1),
@@ -136,7 +140,7 @@ RATIOS = {
     "task_wait_s": "task waiting",
     "task_slowdown": "slowdown",
     "ttft_s": "TTFT",
-    "attained": "within objectives",
+    "attained": f"within {_OBJECTIVES}",
 }
 _OVERHEAD = "decision, us (measured)"
 _NONE = "-"
@@ -177,7 +181,7 @@ def _tables(rows: Sequence[Row]) -> Iterator[tuple[str, list[list[str]]]]:
         here = [row for row in rows if row.setting == setting]
         cells = [["figure", *(row.policy for row in here)]]
         for name, title in RATIOS.items():
-            ratios = [told_ratio(row.ratios.get(name)) for row in here]
+            ratios = [told_ratio(row.ratios.get(name, _NONE)) for row in here]
             cells.append([f"{title} over {here[0].policy}", *ratios])
         for column in COLUMNS:
             found = [row.figures.get(column.figure) for row in here]
@@ -195,10 +199,10 @@ def named(setting: Setting) -> str:
     return ", ".join(told) or "as recorded"
 
 
-def told_ratio(ratio: Ratio | None) -> str:
-    """Return a ratio with its interval, bold if that is on one side of 1."""
-    if ratio is None:
-        return _NONE
+def told_ratio(ratio: Ratio | str) -> str:
+    """Return a ratio with its interval, bold if that is on one side of 1; or why there is none."""
+    if isinstance(ratio, str):
+        return ratio
     text = f"{ratio.value:.3f}"
     return f"{f'**{text}**' if ratio.is_sure else text} [{ratio.low:.3f}, {ratio.high:.3f}]"
 

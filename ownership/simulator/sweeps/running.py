@@ -13,17 +13,22 @@ from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+from hetero_connector import artifacts, planner, spec
 from hetero_connector.errors import SimulationError
+from hetero_connector.store import catalog
 from hetero_connector.timeline import Timeline
+from ownership import scheduling, simulator
 from ownership.simulator.fleet_file import read_fleet
 from ownership.simulator.policies import parse_policy
 from ownership.simulator.simulate import simulate
 from ownership.simulator.traces.readers import open_trace
 from ownership.simulator.workload import Half, Window, Workload
 
+_CODE = (artifacts, catalog, planner, spec, scheduling, simulator)
+"""The packages that figures depend on."""
 _Point = TypeVar("_Point", bound="Point")
 RESULTS_FORMAT = 6
-"""Version of the lines."""
+"""Version of the lines. Results of other code are not mixed, see `Inputs.digest`."""
 
 
 @dataclass(frozen=True)
@@ -69,19 +74,20 @@ _LEAST: Mapping[str, float] = {"workers": 1, "sessions": 1, "population": 1}
 _MOST: Mapping[str, float] = {"sharing": 1, "workers": 100_000}
 _WHOLE = {"workers", "sessions", "seed", "population"}
 _ABOVE_0 = {"rate", "end_s", "speed"}
-_SWEPT = tuple(field.name for field in fields(Point) if field.name != "policy")
+SWEPT = tuple(field.name for field in fields(Point) if field.name != "policy")
+"""The names that `--sweep` takes."""
 
 
 def parse_sweep(text: str) -> tuple[str, list[Any]]:
     """Read `rate=0.1,0.2`: a field of `Point` and its values. Raises SimulationError."""
     name, _, listed = text.partition("=")
-    if name not in _SWEPT:
-        raise SimulationError("--sweep", f"no {name!r}; there are {', '.join(_SWEPT)}")
+    if name not in SWEPT:
+        raise SimulationError("--sweep", f"no {name!r}; there are {', '.join(SWEPT)}")
     values: list[Any] = listed.split(",")
     if name != "half":
         values = [_value(name, value) for value in values]
     elif not {*values} <= {*get_args(Half)}:
-        raise SimulationError("--sweep", f"{listed!r} is not first, second or both", name)
+        raise SimulationError("--sweep", f"{listed!r} is not first, second or first,second", name)
     if len(set(values)) < len(values):  # the same seed is no second sample
         raise SimulationError("--sweep", f"a value is given twice: {listed}", name)
     return name, values
@@ -98,7 +104,7 @@ def points(policies: Sequence[str], sweeps: Mapping[str, Sequence[Any]]) -> Iter
         raise SimulationError("--policies", f"one is given twice: {','.join(policies)}")
     for policy in policies:
         parse_policy(policy)
-    names = [name for name in _SWEPT if name in sweeps]
+    names = [name for name in SWEPT if name in sweeps]
     for values in product(*(sweeps[name] for name in names)):
         for policy in policies:
             made = dict(zip(names, values, strict=True))
@@ -127,15 +133,20 @@ class Inputs:
     fleet: Path
 
     def digest(self) -> str:
-        """Hash the format's version, the fleet's file with its profiles, and the trace's name and
-        size. Results of other inputs are not used again."""
+        """Hash the code that simulates, the fleet's file with its profiles, and the trace's name
+        and size. Results of other inputs or of other code are not used again.
+
+        Raises SimulationError if the fleet's file is wrong.
+        """
         found = sha256(f"{RESULTS_FORMAT} {self.format} {self.trace.name}".encode())
         files = sorted(self.trace.iterdir()) if self.trace.is_dir() else [self.trace]
         found.update(repr([(file.name, file.stat().st_size) for file in files]).encode())
         found.update(self.fleet.read_bytes())
-        for profile in sorted(self.fleet.parent.glob("*.json")):
-            if profile.name in self.fleet.read_text(errors="replace"):
-                found.update(profile.read_bytes())
+        for profile in read_fleet(self.fleet).profiles:
+            found.update(profile.read_bytes())
+        for package in _CODE:
+            for source in sorted(Path(package.__path__[0]).rglob("*.py")):
+                found.update(source.read_bytes())
         return found.hexdigest()[:16]
 
 
@@ -181,7 +192,7 @@ class ResultFile:
                 problem = f"no line of results ({error}): name another --out"
                 raise SimulationError(str(self._path), problem, line=number) from error
             if inputs != self._digest:
-                problem = "of another trace, fleet or version: name another --out"
+                problem = "of another trace, fleet or version of the code: name another --out"
                 raise SimulationError(str(self._path), problem, line=number)
             self._lines[key] = line
         if last:  # the process was killed while it wrote

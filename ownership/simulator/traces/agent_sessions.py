@@ -2,7 +2,7 @@
 
 A line is `{"id", "block_size", "tool_tokens", "system_tokens", "requests": [...]}`; a request has
 `t` (seconds since the session's start), `in` and `out` tokens, `runs` (`[[first, count], ...]` of
-its full blocks) or `hash_ids` (the same ids one by one), `input_types`, `model`, and optionally
+its full blocks) or `hash_ids` (the same ids one by one), `input_types`, and optionally
 `api_time` and `think_time` in seconds. An entry of type `subagent` has `requests` of its own, timed
 from its start, with ids of the parent's id space.
 
@@ -45,7 +45,6 @@ class _Call(msgspec.Struct, tag_field="type", gc=False):
     runs: list[tuple[BlockId, Count]] | None = None
     hash_ids: list[BlockId] | None = None
     input_types: list[str] = []
-    model: str | None = None
     api_time: Time | None = None
     think_time: Time | None = None
 
@@ -120,6 +119,8 @@ class _SessionReader:
     def __init__(self, line: Line, session: _Session, prompts: PromptReader) -> None:
         self._line, self._session, self._prompts = line, session, prompts
         self._made: list[Request] = []
+        self._service_s: list[float] = []
+        """For each of them, the time that the recorded server took to answer; 0: not recorded."""
 
     def requests(self) -> tuple[Request, ...]:
         """Return them in the order they were sent; a subagent forks from the request before it."""
@@ -146,7 +147,8 @@ class _SessionReader:
             if offset_s < before.offset_s:
                 raise self._line.error("is before the request that it follows", f"{where}.t")
             if think_s is None:  # a subagent's first request, or not recorded
-                think_s = max(0.0, offset_s - before.offset_s - (before.service_s or 0.0))
+                think_s = max(0.0, offset_s - before.offset_s - self._service_s[parent])
+        self._service_s.append(call.api_time or 0.0)
         self._made.append(
             Request(
                 offset_s=offset_s,
@@ -155,9 +157,7 @@ class _SessionReader:
                 blocks=self._blocks(call, where),
                 parent=parent,
                 think_s=think_s,
-                service_s=call.api_time,
                 trigger=_trigger(call.input_types),
-                model=call.model,
             )
         )
         return len(self._made) - 1

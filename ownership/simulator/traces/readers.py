@@ -92,7 +92,8 @@ def _mooncake(path: Path) -> Iterator[Session]:
         last_ms = row.timestamp
         first_ms = last_ms if first_ms is None else first_ms
         request = Request(0.0, row.input_length, row.output_length, blocks)
-        yield Session(str(line.number), (request,), start_s=(last_ms - first_ms) / 1000)
+        start_s = (last_ms - first_ms) / 1000
+        yield Session(str(line.number), (request,), start_s, is_named=False)
 
 
 def read_bailian(path: Path) -> Trace:
@@ -176,7 +177,7 @@ def _azure(path: Path) -> Iterator[Session]:
         blocks = BlockRuns.of_runs([(next_id, num_blocks)])
         next_id += num_blocks + 1
         request = Request(0.0, input_tokens, output_tokens, blocks)
-        yield Session(str(line.number), (request,), start_s=start_s)
+        yield Session(str(line.number), (request,), start_s, is_named=False)
 
 
 def _azure_time(line: Line, text: str) -> datetime:

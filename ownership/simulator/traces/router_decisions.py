@@ -83,7 +83,7 @@ class _Numbers:
 
 def _sessions(path: Path, size: int) -> Iterator[Session]:
     """Yield the sessions by their starts."""
-    numbers, sessions = _Numbers(size), dict[str, list[_Sent]]()
+    numbers, sessions, unnamed = _Numbers(size), dict[str, list[_Sent]](), set[str]()
     for number, decided in enumerate(DecisionFile(path)):
         record = decided.record
         if record.failed:
@@ -97,7 +97,10 @@ def _sessions(path: Path, size: int) -> Iterator[Session]:
             max(1, round(tokens)),
             numbers.blocks(record),
         )
-        sessions.setdefault(record.session or f"request {number}", []).append(sent)
+        name = record.session or f"request {number}"
+        if not record.session:
+            unnamed.add(name)
+        sessions.setdefault(name, []).append(sent)
     for listed in sessions.values():
         listed.sort(key=lambda sent: sent.time_s)
     starts = sorted(sessions, key=lambda name: sessions[name][0].time_s)
@@ -106,7 +109,7 @@ def _sessions(path: Path, size: int) -> Iterator[Session]:
     for name in starts:
         first_s = sessions[name][0].time_s
         requests = tuple(_requests(sessions.pop(name), numbers, tree))
-        yield Session(name, requests, start_s=first_s - begin_s)
+        yield Session(name, requests, first_s - begin_s, is_named=name not in unnamed)
 
 
 def _requests(sent: list[_Sent], numbers: _Numbers, tree: PrefixTree) -> Iterator[Request]:

@@ -38,11 +38,7 @@ class Request:
     think_s: float | None = None
     """Time between the parent's answer and this request, in which a tool ran or a person read.
     None: not recorded; then it is sent at `offset_s`, but not before that answer."""
-    service_s: float | None = None
-    """Time that the recorded server took to answer; never used for replay."""
     trigger: Trigger = Trigger.UNKNOWN
-    model: str | None = None
-    """The model that was called, if recorded."""
     answered: BlockRuns | None = None
     """The full blocks of the prompt with its answer, if they are known."""
 
@@ -61,6 +57,8 @@ class Session:
     """Time of its first request since the trace's start; None: not recorded."""
     preamble_tokens: int = 0
     """Tools and system prompt at the start of the first prompt, which other sessions may share."""
+    is_named: bool = True
+    """False if its request came without a session's name, so that a router knows of no session."""
 
 
 @dataclass(frozen=True)

@@ -177,8 +177,6 @@ class Arrival:
     """Since the trace's start; since the session's if no start is recorded."""
     session: int
     """The session's place in the trace, from 0."""
-    index: int
-    """The request's place in its session, from 0."""
     request: Request
 
 
@@ -190,8 +188,8 @@ def arrivals(trace: Trace) -> Iterator[Arrival]:
     waiting: list[tuple[float, int, int, Session]] = []
     for ordinal, session in enumerate(trace):
         if session.start_s is None:
-            for index, request in enumerate(session.requests):
-                yield Arrival(request.offset_s, ordinal, index, request)
+            for request in session.requests:
+                yield Arrival(request.offset_s, ordinal, request)
             continue
         while waiting and waiting[0][0] <= session.start_s:
             yield _next(waiting)
@@ -209,7 +207,7 @@ def _next(waiting: list[tuple[float, int, int, Session]]) -> Arrival:
         heapq.heapreplace(waiting, (next_s, ordinal, index + 1, session))
     else:
         heapq.heappop(waiting)
-    return Arrival(time_s, ordinal, index, session.requests[index])
+    return Arrival(time_s, ordinal, session.requests[index])
 
 
 def measure(trace: Trace) -> TraceStatistics:

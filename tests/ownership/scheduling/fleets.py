@@ -146,13 +146,6 @@ def workers(draw: st.DrawFn) -> list[WorkerView]:
     return found
 
 
-link_tables = st.none() | st.dictionaries(
-    st.tuples(st.sampled_from(NAMES[:1]), st.sampled_from(NAMES[:1])),
-    st.builds(Link, st.floats(0, 0.1), st.floats(0, 1e-3)),
-    min_size=1,
-)
-
-
 prefixes = st.dictionaries(st.sampled_from(NAMES), worker_prefixes)
 owners = st.none() | st.sampled_from(NAMES)
 

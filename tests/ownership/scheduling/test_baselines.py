@@ -41,9 +41,6 @@ def test_every_policy_names_one_decode_worker_that_accepts(
     decision = maker(random.Random(1)).decide(step, FleetView(BYTE_A_TOKEN, found))
     accepting = {x.name for x in found if x.load.accepting}
     assert {decision.placement.decode_worker, decision.placement.prefill_worker} <= accepting
-    chosen = [x for x in decision.candidates() if x.chosen]
-    assert [x.placement for x in chosen] == [decision.placement]
-    assert chosen[0].terms == decision.predicted
 
 
 @pytest.mark.parametrize("maker", MAKERS, ids=list(POLICIES))
@@ -89,7 +86,6 @@ def test_colocated_takes_the_sessions_worker_or_the_least_loaded() -> None:
     )
     assert where(Colocated(), Step(10), fleet) == ("b", "b")
     assert where(Colocated(), Step(10, owner="a"), fleet) == ("a", "a")
-    assert where(Colocated(sticky=False), Step(10, owner="a"), fleet) == ("b", "b")
 
 
 def pools() -> FleetView:

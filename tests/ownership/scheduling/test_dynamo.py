@@ -58,14 +58,6 @@ def test_equal_costs_are_drawn_evenly() -> None:
     assert seen["a"] == pytest.approx(500, abs=60)
 
 
-def test_affinity_keeps_a_session_where_it_is() -> None:
-    step = Step(1_000, STEP.prefixes, owner="c")
-    assert where(Dynamo(random.Random(1)), step, fleet()) == ("a", "a")
-    assert where(Dynamo(random.Random(1), affinity=True), step, fleet()) == ("c", "c")
-    closed = fleet_of(worker("a"), worker("c", WorkerLoad(accepting=False)))
-    assert where(Dynamo(random.Random(1), affinity=True), step, closed) == ("a", "a")
-
-
 def pools() -> FleetView:
     return fleet_of(
         worker("p1", WorkerLoad(queued_tokens=900), role=Role.PREFILL),

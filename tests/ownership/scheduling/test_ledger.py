@@ -11,7 +11,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from hetero_connector.planner.sessions import ThinkTimes
 from ownership.scheduling.decision import Placement, PlacementAction
 from ownership.scheduling.fleet import FleetView, WorkerLoad
 from ownership.scheduling.ledger import NO_OTHERS, Ledger, LedgerLimits, OthersShare, Share, Work
@@ -66,6 +65,31 @@ def test_a_request_counts_from_when_it_is_sent_until_it_ends() -> None:
     assert (len(ledger), ledger.lost_requests) == (0, 0)
 
 
+def test_a_request_that_is_sent_again_is_demand_once() -> None:
+    ledger, once = Ledger(pair(), LIMITS), Ledger(pair(), LIMITS)
+    once.sent("x", work(), 0.0)
+    for retry in range(3):
+        ledger.sent(retry, work(), 0.0)
+        ledger.failed(retry, 0.0)
+    assert ledger.view(0.0).prefill_demand == 0.0
+    ledger.sent("x", work(), 0.0)
+    expected = once.view(0.0).prefill_demand
+    assert ledger.view(0.0).prefill_demand == pytest.approx(expected)
+    ledger.first_token("x", 0.0)
+    ledger.failed("x", 0.0)
+    assert ledger.view(0.0).prefill_demand == pytest.approx(expected), "it has computed"
+
+
+def test_a_prefill_that_was_handed_off_stays_demand_if_its_decode_fails() -> None:
+    ledger = Ledger(pair(), LIMITS)
+    ledger.sent("x", remote(), 0.0)
+    expected = ledger.view(0.0).prefill_demand
+    assert expected > 0.0
+    ledger.handed_off("x", 0.0)
+    ledger.failed("x", 0.0)
+    assert ledger.view(0.0).prefill_demand == expected
+
+
 def test_nothing_is_learned_from_a_request_that_ended_before_its_first_token() -> None:
     ledger = Ledger(pair(), LIMITS)
     ledger.sent("x", work(), 0.0)
@@ -89,7 +113,7 @@ def test_the_worker_that_will_decode_expects_what_another_prefills() -> None:
     table = ledger.view(0.0).table()
     assert (table.queued_tokens.tolist(), table.running.tolist()) == ([1_000.0, 0.0], [1.0, 1.0])
     assert table.context_tokens.tolist() == [1_000.0, 1_000.0 + 128.0]
-    ledger.reported("b", WorkerLoad(), 0.5, 0.5)
+    ledger.reported("b", WorkerLoad(), 0.5)
     assert ledger.others("b") == NO_OTHERS
     assert ledger.load("b").running_requests == 1, "the worker cannot report it yet"
     ledger.handed_off("x", 1.0)
@@ -179,7 +203,7 @@ def test_a_report_adds_what_others_sent_and_is_not_counted_twice() -> None:
     ledger = Ledger(pair(), LIMITS)
     ledger.sent("x", work(), 0.0)
     theirs = WorkerLoad(700, 1, 2, 3_000)
-    ledger.reported("a", theirs, 1.0, 1.2)
+    ledger.reported("a", theirs, 1.0)
     assert ledger.others("a") == OthersShare(300, 1, 1, 2_000)
     assert ledger.load("a")[:4] == (700, 1, 2, 3_000)
     ledger.sent("y", work(), 1.3)
@@ -194,21 +218,21 @@ def test_a_report_is_compared_with_what_was_in_flight_at_its_time() -> None:
     ledger.sent("x", work(), 0.0)
     ledger.ended("x", 9, 2.0)
     ledger.sent("y", work(), 3.0)
-    ledger.reported("a", WorkerLoad(400, 0, 1, 1_000), 1.0, 4.0)
+    ledger.reported("a", WorkerLoad(400, 0, 1, 1_000), 1.0)
     assert ledger.others("a") == NO_OTHERS
-    ledger.reported("a", WorkerLoad(400, 0, 1, 1_000), 0.5, 5.0)
+    ledger.reported("a", WorkerLoad(400, 0, 1, 1_000), 0.5)
     assert ledger.report_age_s("a", 5.0) == 4.0, "an older report is ignored"
-    ledger.reported("a", WorkerLoad(400, 0, 1, 1_000), 2.5, 6.0)
+    ledger.reported("a", WorkerLoad(400, 0, 1, 1_000), 2.5)
     assert ledger.others("a").running_requests == 1, "at that time this router had none"
 
 
 def test_what_others_sent_is_believed_for_a_while() -> None:
     ledger = Ledger(pair(), LIMITS)
-    ledger.reported("a", WorkerLoad(700, 1, 2, 3_000), 1.0, 1.0)
+    ledger.reported("a", WorkerLoad(700, 1, 2, 3_000), 1.0)
     assert ledger.view(10.9).table().queued_tokens[0] == 700
     assert ledger.view(11.0).table().queued_tokens[0] == 0
-    ledger.reported("a", WorkerLoad(700, 1, 2, 3_000), 12.0, 12.0)
-    ledger.reported("a", WorkerLoad(600, 1, 2, 3_000), 20.0, 20.0)
+    ledger.reported("a", WorkerLoad(700, 1, 2, 3_000), 12.0)
+    ledger.reported("a", WorkerLoad(600, 1, 2, 3_000), 20.0)
     assert ledger.view(23.0).table().queued_tokens[0] == 600, "the newer report counts"
 
 
@@ -216,7 +240,7 @@ def test_a_report_gives_up_no_request() -> None:
     """A request may be on its way for long, as in a slow handoff: a worker does not have it yet."""
     ledger = Ledger(pair(), LIMITS)
     ledger.sent("x", work(), 0.0)
-    ledger.reported("a", WorkerLoad(), 90.0, 90.0)
+    ledger.reported("a", WorkerLoad(), 90.0)
     assert (len(ledger), ledger.lost_requests) == (1, 0)
 
 
@@ -233,8 +257,8 @@ def test_a_lost_request_is_given_up_in_time() -> None:
 def test_a_request_that_has_failed_and_is_sent_again_is_no_return(
     end: Callable[[Ledger], None],
 ) -> None:
-    times = ThinkTimes(4)
-    ledger = Ledger(pair(), LIMITS, times)
+    ledger = Ledger(pair(), LIMITS)
+    times = ledger.sessions._think_times
     ledger.sent("x", work(session="s"), 0.0)
     end(ledger)
     ledger.sent("again", work("b", session="s"), 101.0)
@@ -248,14 +272,14 @@ def test_a_request_that_has_failed_and_is_sent_again_is_no_return(
 def test_what_others_sent_is_kept_once_a_worker_though_nothing_is_placed() -> None:
     ledger = Ledger(pair(), LIMITS)
     for number in range(10_000):
-        ledger.reported("ab"[number % 2], WorkerLoad(700, 1, 2, 3_000), number, number)
+        ledger.reported("ab"[number % 2], WorkerLoad(700, 1, 2, 3_000), number)
     assert len(ledger._trusted) == 2
     assert ledger.view(10_007.0).table().queued_tokens.tolist() == [700.0, 700.0]
     assert ledger.view(10_008.0).table().queued_tokens.tolist() == [0.0, 700.0]
 
 
 def test_memory_is_bounded_whatever_is_lost() -> None:
-    ledger = Ledger(pair(), LIMITS, ThinkTimes(4))
+    ledger = Ledger(pair(), LIMITS)
     for number in range(1_000):
         session = str(number)
         ledger.sent(number, work("ab"[number % 2], session=session), 0.001 * number)
@@ -280,7 +304,7 @@ def test_a_draining_worker_is_shown_as_such() -> None:
     ledger = Ledger(pair(), LIMITS)
     ledger.accepts("a", False)
     assert ledger.view(0.0).table().accepting.tolist() == [0.0, 1.0]
-    ledger.reported("a", WorkerLoad(accepting=True), 1.0, 1.0)
+    ledger.reported("a", WorkerLoad(accepting=True), 1.0)
     assert ledger.view(1.0).table().accepting.tolist() == [1.0, 1.0]
 
 
@@ -355,7 +379,7 @@ class Interleavings(RuleBasedStateMachine):
         """The worker has at least the requests that this router sent."""
         held = sum(where == at for _, where, _ in self.flights.values())
         load = WorkerLoad(queued_tokens=900, waiting_requests=waiting, running_requests=held)
-        self.ledger.reported(at, load, self.now_s - lag_s, self.now_s)
+        self.ledger.reported(at, load, self.now_s - lag_s)
 
     @invariant()
     def the_own_share_is_what_is_in_flight(self) -> None:

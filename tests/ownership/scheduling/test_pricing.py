@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.compute_model import InterferenceCoefficients
-from hetero_connector.planner.cost_model import CostWeights, HandoffCost, RequestOverhead
+from hetero_connector.planner.cost_model import HandoffCost, RequestOverhead
 from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.planner.pricing import EngineLoad
 from ownership.scheduling import (
@@ -26,6 +26,7 @@ from ownership.scheduling import (
 )
 from ownership.scheduling.roles import Leaning
 from ownership.scheduling.step_pricing import Route, StepPricing
+from tests.ownership.scheduling.candidates import routes
 from tests.ownership.scheduling.fleets import (
     BYTE_A_TOKEN,
     FREE,
@@ -67,7 +68,7 @@ def test_arrays_and_terms_give_the_same_totals(
             totals[Route(j, j, i)] = pricing.fetched_total_s[i, j]
             if i != j:
                 totals[Route(j, i)] = pricing.remote_total_s[i, j]
-    possible = set(pricing.routes(remote=True))
+    possible = set(routes(pricing))
     for route, total_s in totals.items():
         if route in possible:
             assert pricing.terms(route).total_s == pytest.approx(total_s), route
@@ -82,7 +83,7 @@ def test_no_route_costs_less_than_its_bound(
 ) -> None:
     links = {(found[0].name, found[-1].name): Link(0.2, 1e-3)} if linked else None
     fleet = FleetView(BYTE_A_TOKEN, found, links)
-    leaning = Leaning(2.0, np.ones(len(fleet)), demand)
+    leaning = Leaning(2.0, np.ones(len(fleet)), demand, fleet.accepting)
     pricing = StepPricing(step, fleet, WEIGHTS, range(len(fleet)), leaning)
     rounding = 1.0 - 1e-12
     assert rounding * pricing.fetched_least_s <= pricing.fetched_total_s.min()
@@ -96,7 +97,7 @@ def test_a_worker_is_priced_as_its_own_planner_prices_the_request(model, tier, q
     """8 chunks in one tier, no running decodes: the planner's stall is not modelled here."""
     layout = layout_of(model)
     load = {Tier.DRAM: rates(1e-4, 1e-7), Tier.SSD: rates(1e-3, 1e-6)}
-    costs = planner_costs(model, (0.01, 1e-3, 1e-6), load, CostWeights(0.01, 0.0), step_tokens=100)
+    costs = planner_costs(model, (0.01, 1e-3, 1e-6), load, step_tokens=100)
     prompt = 9 * CHUNK
     planner = RestorePlanner(layout, costs)
     chain = chain_of([in_tier(tier, KV, SWA)] * 8)
@@ -205,7 +206,7 @@ def test_terms_of_roles() -> None:
     fleet = fleet_of(
         worker("a", busy, costs_of(step_tokens=5, interference=delays)), worker("b"), worker("c")
     )
-    leaning = Leaning(4.0, np.ones(3), 0.25)
+    leaning = Leaning(4.0, np.ones(3), 0.25, np.ones(3))
     weights = PlacementWeights(0.5, 0.0)
     terms = StepPricing(Step(10, output_tokens=20.0), fleet, weights, (), leaning).terms(
         Route(0, 0)
@@ -224,8 +225,8 @@ def test_terms_of_second_copies() -> None:
     held = {"b": WorkerPrefix(0, 900, 900), "c": WorkerPrefix(0, 0, 400)}
     weights = PlacementWeights(0.0, 0.5)
     pricing = StepPricing(Step(1_000, held), fleet, weights, [1])
-    routes = (Route(0, 0), Route(0, 0, 1), Route(1, 1), Route(2, 2), Route(0, 1))
-    assert [pricing.terms(route).copy_s for route in routes] == pytest.approx(
+    ways = (Route(0, 0), Route(0, 0, 1), Route(1, 1), Route(2, 2), Route(0, 1))
+    assert [pricing.terms(route).copy_s for route in ways] == pytest.approx(
         [0.45, 0.45, 0.0, 0.25, 0.4995]
     )
 
@@ -237,16 +238,19 @@ def test_a_price_of_copies_that_is_not_finite_is_refused(copy: float) -> None:
 
 
 def test_idle_sessions_count_when_a_new_session_is_placed() -> None:
-    """4 sessions will decode again. 10 tokens at 0.02 s for each of those."""
+    """4 sessions will decode again. 10 tokens at 0.02 s for each of those. A request without a
+    session will not."""
     delays = InterferenceCoefficients(0.2, 0.02, 0.0, 0.1, 0.01, 0.0)
     load = WorkerLoad(running_requests=1, returning=4.0)
     fleet = fleet_of(worker("a", load, costs_of(interference=delays)))
-    new, known = (
-        StepPricing(Step(10, owner=owner, output_tokens=10.0), fleet, FREE).terms(Route(0, 0))
-        for owner in (None, "a")
+    asked = (
+        Step(10, session_id=session, owner=owner, output_tokens=10.0)
+        for session, owner in (("s", None), ("s", "a"), ("", None))
     )
+    new, known, single = (StepPricing(x, fleet, FREE).terms(Route(0, 0)) for x in asked)
     assert known.decode_s == pytest.approx(10 * (0.2 + 0.02 * 2))
     assert new.decode_s - known.decode_s == pytest.approx(4 * 10 * 0.02)
+    assert single.decode_s == known.decode_s
 
 
 def test_a_request_waits_for_pages_of_a_full_worker() -> None:

@@ -15,7 +15,7 @@ from tests.ownership.scheduling.fleets import costs_of, fleet_of, worker
 
 @pytest.mark.parametrize("every_s", [0.1, 1.0, 7.0])
 def test_demand_is_the_workers_that_prefills_keep_busy(every_s: float) -> None:
-    demand = PrefillDemand(60.0)
+    demand = PrefillDemand()
     now_s = 0.0
     for _ in range(int(300 / every_s)):
         now_s += every_s
@@ -25,14 +25,24 @@ def test_demand_is_the_workers_that_prefills_keep_busy(every_s: float) -> None:
 
 
 def test_a_burst_at_the_start_is_little_demand() -> None:
-    demand = PrefillDemand(60.0)
+    demand = PrefillDemand()
     for _ in range(30):
         demand.add(0.5, 0.0)
     assert demand.workers(0.0) == pytest.approx(0.25)
 
 
+def test_a_prefill_that_was_not_computed_is_no_demand() -> None:
+    demand = PrefillDemand()
+    demand.add(30.0, 0.0)
+    demand.add(12.0, 50.0)
+    demand.take_back(30.0, 0.0, 50.0)
+    assert demand.workers(50.0) == pytest.approx(0.2)
+    demand.take_back(13.0, 50.0, 70.0)
+    assert demand.workers(70.0) == 0.0
+
+
 def test_demand_survives_a_clock_that_goes_back() -> None:
-    demand = PrefillDemand(60.0)
+    demand = PrefillDemand()
     demand.add(1.0, 10.0)
     demand.add(1.0, 9.0)
     assert 0.0 < demand.workers(11.0) <= 2.0
@@ -41,7 +51,7 @@ def test_demand_survives_a_clock_that_goes_back() -> None:
 
 @given(st.floats(1, 10), st.integers(2, 9), st.floats(0, 20))
 def test_factors_lie_between_1_and_the_strength(strength: float, n: int, demand: float) -> None:
-    leaning = Leaning(strength, np.ones(n), demand)
+    leaning = Leaning(strength, np.ones(n), demand, np.ones(n))
     for factors in (leaning.decode, leaning.delay):
         assert factors.min() >= 1.0
         assert factors.max() <= strength * 1.000001
@@ -51,12 +61,29 @@ def test_factors_lie_between_1_and_the_strength(strength: float, n: int, demand:
 
 
 def test_a_worker_leans_by_the_part_that_is_needed_of_it() -> None:
-    leaning = Leaning(2.0, np.ones(4), 1.5)
+    leaning = Leaning(2.0, np.ones(4), 1.5, np.ones(4))
     assert leaning.decode == pytest.approx([2.0, 2**0.5, 1.0, 1.0])
 
 
+@pytest.mark.parametrize(
+    ("accepting", "expected"),
+    [
+        ([0.0, 1.0, 0.0, 1.0, 1.0], [1.0, 2.0, 1.0, 2**0.5, 1.0]),
+        ([0.0, 1.0, 0.0, 0.0, 1.0], [1.0, 2.0, 1.0, 1.0, 1.0]),
+        ([0.0, 0.0, 0.0, 1.0, 0.0], [1.0] * 5),
+        ([0.0] * 5, [1.0] * 5),
+    ],
+)
+def test_only_workers_that_accept_requests_lean_to_prefills(
+    accepting: list[float], expected: list[float]
+) -> None:
+    """One of them is left to decodes."""
+    leaning = Leaning(2.0, np.ones(5), 1.5, np.array(accepting))
+    assert leaning.decode == pytest.approx(expected)
+
+
 def test_workers_whose_decodes_share_nothing_have_no_roles() -> None:
-    leaning = Leaning(3.0, np.array([0.5, 0.0, 1.0, 0.0]), 1.5)
+    leaning = Leaning(3.0, np.array([0.5, 0.0, 1.0, 0.0]), 1.5, np.ones(4))
     assert leaning.decode == pytest.approx([2.0, 1.0, 1.0, 1.0])
     assert leaning.delay == pytest.approx([1.0, 1.0, 3.0, 1.0])
 
@@ -83,6 +110,9 @@ def test_prefills_gather_at_the_first_workers_and_decodes_elsewhere() -> None:
     fleet.prefill_demand = 1.0
     apart = OwnerServe(PlacementWeights(copy=0.0)).decide(step, fleet).placement
     assert (apart.prefill_worker, apart.decode_worker) == ("a", "b")
+    fleet.set_load("a", busy._replace(accepting=False))
+    without = OwnerServe(PlacementWeights(copy=0.0)).decide(step, fleet).placement
+    assert (without.prefill_worker, without.decode_worker) == ("b", "c")
 
 
 def test_an_unloaded_fleet_has_no_reason_to_move_anything() -> None:

@@ -19,8 +19,8 @@ def step(tokens: int, known: int = 0, resident: int | None = None, forked: bool 
         (step(50_016, known=50_000), True),
         (step(50_017, known=50_000), False),
         (step(50_017, known=50_000, resident=50_001), True),
-        (step(50_010, known=50_000, resident=25_000), True),
-        (step(50_010, known=50_000, resident=24_999), False),
+        (step(50_010, known=50_000, resident=49_994), True),
+        (step(50_010, known=50_000, resident=49_993), False),
         (step(50_010, known=50_000, forked=True), False),
         (step(10), False),
         (step(10, resident=9), False),
@@ -28,6 +28,14 @@ def step(tokens: int, known: int = 0, resident: int | None = None, forked: bool 
 )
 def test_a_session_that_continues_to_decode(given: Step, expected: bool) -> None:
     assert given.is_continuation is expected
+
+
+def test_what_another_worker_has_lets_no_session_continue() -> None:
+    """Its owner has evicted its state, or has ended."""
+    held = {"b": WorkerPrefix(50_000, 50_000, 50_000)}
+    assert not Step(50_010, held, "s", "a", 50_000).is_continuation
+    assert not Step(50_010, held, "s", None, 50_000).is_continuation
+    assert Step(50_010, held, "s", "b", 50_000).is_continuation
 
 
 def test_state_on_ssd_only_has_to_come_back_first() -> None:

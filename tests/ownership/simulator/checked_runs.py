@@ -7,6 +7,7 @@ from collections import Counter
 from ownership.scheduling.ledger import Share
 from ownership.simulator.figures import Figures
 from ownership.simulator.fleet_file import FleetSpec
+from ownership.simulator.machine.worker import Worker
 from ownership.simulator.policies import parse_policy
 from ownership.simulator.simulate import simulate
 from ownership.simulator.simulation import FleetSimulation
@@ -34,10 +35,7 @@ def run_of(trace: Trace, spec: FleetSpec, policy: str = "ownerserve") -> FleetSi
         assert (len(router.ledger), router.ledger.lost_requests) == (0, 0)
         assert all(router.ledger.own(name) == Share() for name in run.workers)
     for worker in run.workers.values():
-        for tier in (worker.memory.hbm, worker.memory.dram, worker.memory.ssd):
-            tier.check_integrity()
-            assert tier.reserved_bytes == 0, "a request kept pages"
-            assert not any(one.pins for one in (tier.root, *tier.runs())), "a pin was left"
+        check_tiers(worker)
         written, ssd = worker.flows.written, worker.memory.ssd
         chunks = written.chunks + written.short_chunks.total()
         checkpoints = written.checkpoints.total() + written.short_checkpoints.total()
@@ -46,6 +44,14 @@ def run_of(trace: Trace, spec: FleetSpec, policy: str = "ownerserve") -> FleetSi
         engine = worker.engine
         assert (engine.queued_tokens, engine.context_tokens, engine.running_decodes) == (0, 0, 0)
     return run
+
+
+def check_tiers(worker: Worker) -> None:
+    """Check the tiers of a worker without requests."""
+    for tier in (worker.memory.hbm, worker.memory.dram, worker.memory.ssd):
+        tier.check_integrity()
+        assert tier.reserved_bytes == 0, "a request kept pages"
+        assert not any(one.pins for one in (tier.root, *tier.runs())), "a pin was left"
 
 
 def _check_one_owner(run: FleetSimulation) -> None:

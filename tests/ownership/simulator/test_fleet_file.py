@@ -88,8 +88,9 @@ def test_a_tier_that_is_used_and_not_measured_is_a_caveat(
     fleet = read_fleet(written(tmp_path, f"model: llama-3.1-8b\n{workers}"))
     sent = trace_of(Session("a", (prompt(0, 512),), 0.0))
     problem = f"Profiles have not measured loads from {guessed}: speeds are guesses."
-    found = simulate(sent, fleet, parse_policy(policy)).caveats
-    assert found == ((problem,) if guessed else ())
+    model, *found = simulate(sent, fleet, parse_policy(policy)).caveats
+    assert model == "Profiles are of measured; the state that is moved is of llama-3.1-8b."
+    assert found == ([problem] if guessed else [])
 
 
 def test_a_profile_of_another_layout_is_refused(tmp_path: Path) -> None:

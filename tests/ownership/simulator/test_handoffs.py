@@ -56,7 +56,7 @@ def test_a_burst_is_spread_over_the_decode_pool(policy: str) -> None:
     """All are placed before the first one is handed off."""
     roles = (Role.PREFILL, *[Role.DECODE] * 4)
     run = run_of(BURST, fleet(5, roles=roles), policy)
-    decoded = [worker.totals().engine.decoded_tokens for worker in run.workers.values()]
+    decoded = [worker.totals().engine.gaps.count for worker in run.workers.values()]
     assert decoded == [0, *[3 * 199] * 4]
 
 

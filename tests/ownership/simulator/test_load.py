@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hetero_connector.errors import SimulationError, TraceError
@@ -34,18 +36,34 @@ def test_the_seed_draws_which_stretch_is_sent() -> None:
     for sessions in found:
         first = int(sessions[0][0])
         assert sessions == tuple((str(i), 2.0 * i) for i in range(first, first + 4))
-    assert started(CHAT, Workload(sessions=40, seed=3)) == started(CHAT, Workload())
+    assert started(CHAT, Workload(sessions=10, seed=3)) == started(CHAT, Workload())
+    with pytest.raises(SimulationError, match="sessions: the trace has 10, not 11"):
+        Workload(sessions=11).trace(CHAT)
+    assert len(started(CHAT, Workload(rate=1.0, sessions=40, sharing=0.5))) == 40
 
 
-def test_it_is_known_whether_seeds_change_anything() -> None:
-    drawn = [
-        Workload(sessions=4),
-        Workload(rate=1.0, sharing=0.5),
-        Workload(sessions=4, half="first"),
-    ]
-    same = [Workload(), Workload(speed=2.0), Workload(rate=1.0), Workload(sessions=10),
-            Workload(sessions=5, half="first")]  # fmt: skip
-    assert [workload.is_drawn(CHAT) for workload in (*drawn, *same)] == [True] * 3 + [False] * 5
+def test_sessions_that_are_drawn_have_a_name_if_the_recorded_ones_have() -> None:
+    for is_named in (True, False):
+        recorded = trace_of(*(replace(session, is_named=is_named) for session in CHAT))
+        drawn = Workload(rate=1.0, sessions=3, sharing=0.5).trace(recorded)
+        assert [session.is_named for session in drawn] == [is_named] * 3
+
+
+@pytest.mark.parametrize(
+    ("workload", "number"),
+    [
+        (Workload(), 1), (Workload(speed=2.0), 1), (Workload(rate=1.0), 1),
+        (Workload(sessions=10), 1), (Workload(sessions=5, half="first"), 1),
+        (Workload(sessions=9), 2), (Workload(sessions=4), 7),
+        (Workload(sessions=4, half="first"), 2), (Workload(rate=1.0, sharing=0.5), 40),
+    ],
+)  # fmt: skip
+def test_it_is_known_which_seeds_send_the_same(workload: Workload, number: int) -> None:
+    seeds = [replace(workload, seed=seed) for seed in range(40)]
+    drawn = [one.drawn(CHAT, 10) for one in seeds]
+    sent = [started(CHAT, one) for one in seeds]
+    assert len(set(drawn)) == number
+    assert all((drawn[0] == x) == (sent[0] == y) for x, y in zip(drawn, sent, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,12 @@ def test_two_routers_know_their_own_and_by_reports_those_of_the_other() -> None:
 
 
 def prefixes_known(policy: str, wait_s: float) -> list[int]:
-    """Return the tokens of a prompt that a router believes are stored, before and after it runs.
+    """Return the tokens of a prompt that a router believes are stored, before and after it runs."""
+    return [max(prefix) for prefix in told_prefixes(policy, wait_s)]
+
+
+def told_prefixes(policy: str, wait_s: float) -> list[WorkerPrefix]:
+    """Return what a router believes of a prompt, before and after it runs.
 
     The prompt comes again `wait_s` after it was stored.
     """
@@ -117,7 +122,7 @@ def prefixes_known(policy: str, wait_s: float) -> list[int]:
 
     def prefixes(chain: BlockRuns, chunk_tokens: int) -> dict[str, WorkerPrefix]:
         found = known(chain, chunk_tokens)
-        told.append(max(found.get("w0", WorkerPrefix())))
+        told.append(found.get("w0", WorkerPrefix()))
         return found
 
     run.routers.prefixes = prefixes  # type: ignore[method-assign]
@@ -129,6 +134,16 @@ def test_what_was_stored_just_now_is_known_late() -> None:
     assert prefixes_known("ownerserve", 0.1) == [0, 2_048]
     assert prefixes_known("ownerserve+prefix_lag=1", 0.1) == [0, 0]
     assert prefixes_known("ownerserve+prefix_lag=1", 1.1) == [0, 2_048]
+
+
+@pytest.mark.parametrize(
+    ("policy", "known"),
+    [("ownerserve", [0, 0]), ("ownerserve+view=exact", [0, 2_048]),
+     ("ownerserve+tiers=gpu", [0, 2_048])],
+)  # fmt: skip
+def test_routers_know_pages_of_stock_engines_only(policy: str, known: list[int]) -> None:
+    """The directory does not record what is in HBM; engines without DRAM publish it."""
+    assert [prefix.hbm_tokens for prefix in told_prefixes(policy, 0.1)] == known
 
 
 def test_a_prefix_that_is_known_wrong_has_another_length_or_none() -> None:

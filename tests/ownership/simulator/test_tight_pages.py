@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 
 from ownership.scheduling.registry import POLICIES
 from ownership.simulator.machine.engine import EngineLimits
+from ownership.simulator.policies import parse_policy
+from ownership.simulator.simulation import FleetSimulation
 from ownership.simulator.state.chunks import chunk_tokens_for
 from ownership.simulator.state.memory import TierBytes
 from ownership.simulator.state.shape import StateShape
+from ownership.simulator.traces.block_runs import BlockRuns
 from ownership.simulator.traces.session import Session, Trace
 from tests.ownership.simulator.checked_runs import run_of
 from tests.ownership.simulator.small_fleets import (
@@ -74,3 +77,29 @@ def test_checkpoints_of_its_own_prefix_are_evicted_for_a_request(turns: int) -> 
     run = run_of(trace_of(Session("a", tuple(requests), 0.0)), fleet(1, HYBRID, capacity))
     assert len(run.tally.step_s) == turns
     assert run.tally.hits[0] == sum(size - 256 for size in sizes[:-1]), "hits of all turns but one"
+
+
+def test_a_request_that_finds_no_pages_changes_nothing() -> None:
+    """A long prompt waits behind a running one: no prefix leaves, and its own is not used yet."""
+    shape = StateShape.of(fleet().model, 256)
+    first, idle, running = prompt(0, 2_048), prompt(50, 1_024), prompt(100, 2_048, output=200)
+    long = replace(prompt(0, 6_144), blocks=BlockRuns(((0, 8), (200, 16))))
+    sent = ((first, 0.0), (idle, 0.5), (running, 1.0), (long, 1.5))
+    sessions = [Session(str(at_s), (request,), at_s) for request, at_s in sent]
+    run = FleetSimulation(
+        fleet(capacity=TierBytes(shape.request_bytes(8_192))), parse_policy("colocated"), shape,
+        iter(sessions), 256, 0,
+    )  # fmt: skip
+    memory = run.workers["w0"].memory
+    seen: list[tuple[int, int, int]] = []
+
+    def look() -> None:
+        matches = [memory.hbm.match(request.blocks) for request in (first, idle)]
+        seen.append((*(match.chunks for match in matches), matches[0].path[0].last_used))
+
+    for at_s in (1.4, 2.0):
+        run.loop.at(at_s, look)
+    run.run()
+    assert seen[0] == seen[1]
+    assert seen[0][:2] == (8, 4)
+    assert list(run.tally.hits) == [2_048, 0, 0, 0]

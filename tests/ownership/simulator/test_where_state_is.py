@@ -45,7 +45,7 @@ def test_a_fetch_brings_the_checkpoint_if_only_that_is_missing() -> None:
 
 @pytest.mark.parametrize(
     ("options", "read"),
-    [("peers=named", 0), ("peers=any", 2), ("peers=any+restores=never_load", 0)],
+    [("restores=cost", 2), ("restores=never_load", 0)],
 )
 def test_an_engine_reads_what_it_lacks_from_any_peer_if_its_planner_wants_it(
     options: str, read: int

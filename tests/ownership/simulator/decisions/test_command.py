@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from hetero_connector.tools import cli, command
 from ownership.scheduling import POLICIES, Step, WorkerLoad, WorkerPrefix
 from ownership.scheduling.fleet import Machine
-from ownership.simulator.traces.decision_file import DecisionFile
+from ownership.simulator.traces.decision_file import Decided, DecisionFile
 from tests.ownership.simulator.decisions.logs import Log, changed
 
 FLEET = """
@@ -132,7 +133,8 @@ def test_the_whole_log_is_simulated_under_each_policy(
         log.decide(step, 10.0 * turn, chunks=chunks, chunk_tokens=256)
     path = log.write(tmp_path / "log")
     found = report(path, capsys, "--fleet", str(fleet), "--policies", "colocated,static_pd")
-    [simulated] = found["simulated"]  # the fleet has no pools
+    [simulated], [left_out] = found["simulated"], found["not_simulated"]
+    assert left_out.startswith("Not simulated: policy 'static_pd': needs workers of two roles")
     assert simulated["policy"] == "colocated"
     assert simulated["figures"]["requests"] == 6
     assert simulated["figures"]["saved_tokens"] > 0
@@ -141,6 +143,50 @@ def test_the_whole_log_is_simulated_under_each_policy(
     text = capsys.readouterr().out
     assert "| colocated | 6 | 0 |" in text
     assert "Prefixes that requests of different router processes share are not recorded." in text
+
+
+def test_a_policy_that_the_fleet_cannot_run_is_left_out_with_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Roles are there, but no DRAM for what is handed off."""
+    log, fleet = Log(), tmp_path / "fleet.yaml"
+    workers = (
+        "{hardware: h200, name: p, role: prefill}",
+        "{hardware: h200, name: d, role: decode}",
+    )
+    fleet.write_text(f"model: llama-3.1-8b\nworkers: [{', '.join(workers)}]")
+    log.decide(Step(1024), 1.0)
+    path = log.write(tmp_path / "log")
+    options = ["--fleet", str(fleet), "--policies", "static_pd"]
+    found = report(path, capsys, *options)
+    assert (found["decisions"], found["simulated"]) == (1, [])
+    assert "hands off what is in DRAM" in found["not_simulated"][0]
+    assert cli.main(["trace", "decisions", str(path), *options]) == command.EXIT_OK
+    assert "Not simulated: policy 'static_pd'" in capsys.readouterr().out
+
+
+def test_the_log_is_read_once_for_all_simulations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    original = DecisionFile.__iter__
+
+    def counted(self: DecisionFile) -> Iterator[Decided]:
+        read.append(self.path)
+        return original(self)
+
+    log, fleet = Log(), tmp_path / "fleet.yaml"
+    fleet.write_text(FLEET)
+    log.decide(Step(1024), 1.0)
+    path = log.write(tmp_path / "log")
+    monkeypatch.setattr(DecisionFile, "__iter__", counted)
+    names = (["colocated"], ["colocated", "ownerserve", "dynamo"])
+    counts = []
+    for policies in names:
+        read.clear()
+        report(path, capsys, "--fleet", str(fleet), "--policies", ",".join(policies))
+        counts.append(len(read))
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ def test_percentiles_are_those_of_the_gaps_to_1_percent(
     for seconds, count in gaps:
         found.add(seconds, count)
     each = np.repeat(*map(list, zip(*gaps, strict=True)))
+    assert (found.count, found.mean_s) == (len(each), pytest.approx(each.mean()))
     exact = np.percentile(each, q, method="inverted_cdf")
     assert found.percentile_s(q) == pytest.approx(exact, rel=0.0101)
 
@@ -36,7 +37,8 @@ def test_gaps_since_a_copy_are_those_added_since(
     assert [both.since(first).percentile_s(q) for q in (1, 50, 99)] == [
         alone.percentile_s(q) for q in (1, 50, 99)
     ]
+    assert both.since(first).mean_s == pytest.approx(alone.mean_s, rel=1e-4)
 
 
 def test_no_gap_takes_no_time() -> None:
-    assert TokenGaps().percentile_s(99) == 0.0
+    assert (TokenGaps().percentile_s(99), TokenGaps().mean_s) == (0.0, 0.0)

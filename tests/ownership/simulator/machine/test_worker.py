@@ -41,24 +41,20 @@ def test_what_a_read_continues_stays_during_the_read() -> None:
     assert not any(one.pins for one in (dram.root, *dram.runs()))
 
 
-@pytest.mark.parametrize(
-    ("policy", "used"), [("static_pd", True), ("static_pd+peers=named", False)]
-)
-def test_an_ssd_is_read_after_the_chunks_that_a_peer_sends(policy: str, used: bool) -> None:
+def test_an_ssd_is_read_after_the_chunks_that_a_peer_sends() -> None:
     """The reader's SSD has 40 of 101 chunks, behind 60 that only a peer has."""
     spec = fleet(2, roles=PAIR, cost_model=costs(bytes_per_s=100e9))
     turn = prompt(0, 101 * 256)
-    run = simulation(spec, Session("a", (turn,), 0.0), policy=f"{policy}+restores=always_load")
+    run = simulation(spec, Session("a", (turn,), 0.0), policy="static_pd+restores=always_load")
     reader, peer = (worker.memory for worker in run.workers.values())
     reader.ssd.write(turn.blocks.head(100), 60, (), reader.next_tick())
     peer.seal(turn.blocks.head(60), ())
     run.run()
     flows = run.workers["w0"].flows
-    assert (flows.staged.chunks, flows.fetched.chunks) == ((40, 60) if used else (0, 0))
-    assert list(run.tally.hits) == ([0, 0, 40 * 256, 60 * 256] if used else [0, 0, 0, 0])
-    if used:
-        assert [one.owner for one in reader.dram.runs()][:2] == ["w1", None]
-        assert flows.written.chunks == 1, "the last chunk; the peer's are the peer's"
+    assert (flows.staged.chunks, flows.fetched.chunks) == (40, 60)
+    assert list(run.tally.hits) == [0, 0, 40 * 256, 60 * 256]
+    assert [one.owner for one in reader.dram.runs()][:2] == ["w1", None]
+    assert flows.written.chunks == 1, "the last chunk; the peer's are the peer's"
     assert not any(one.pins for one in (reader.dram.root, *reader.dram.runs()))
 
 

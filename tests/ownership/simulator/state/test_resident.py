@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.catalog.eviction import LeafLru, Lru, Value
+from hetero_connector.store.catalog.eviction import LeafLru, Value
 from hetero_connector.store.catalog.seconds_saved import default_seconds_saved
 from ownership.simulator.state.resident import ResidentChunks
 from ownership.simulator.state.runs import ChunkSizes, Run
@@ -65,14 +65,14 @@ def test_runs_hold_what_single_chunks_would(texts: list[list[int]], capacity: in
         runs.check_integrity()
 
 
-@pytest.mark.parametrize("policy", ["lru", "value"])
+@pytest.mark.parametrize("policy", ["leaf_lru", "value"])
 @given(prompts, st.integers(0, 300), st.data())
 def test_bytes_are_conserved_and_capacity_holds(
     policy: str, texts: list[list[int]], capacity: int, data: st.DataObject
 ) -> None:
     clock = Clock(0.0)
     value = Value(default_seconds_saved.in_prefills, clock)
-    made = {"lru": Lru(), "value": value}
+    made = {"leaf_lru": LeafLru(), "value": value}
     resident = ResidentChunks(
         SIZES, capacity, made[policy], StateType.DENSE_KV,
         by_recency=policy != "value",
@@ -80,9 +80,12 @@ def test_bytes_are_conserved_and_capacity_holds(
     added = reserved = 0
     for chain in names(texts):
         clock.passes(1.0)
-        wanted = data.draw(st.integers(0, 40))
+        wanted, free = data.draw(st.integers(0, 40)), capacity - resident.reserved_bytes
+        used = resident.used_bytes
         if resident.reserve(wanted):
             reserved += wanted
+        else:
+            assert (resident.used_bytes, wanted > free) == (used, True)
         boundaries = data.draw(st.sets(st.integers(1, chain.num_blocks)))
         _, chunks, checkpoints = resident.add(chain, chain.num_blocks, sorted(boundaries), clock())
         added += chunks * SIZES.chunk_bytes + len(checkpoints) * SIZES.checkpoint_bytes
@@ -104,6 +107,44 @@ def test_pinned_chunks_stay() -> None:
     resident.unpin(run)
     assert resident.add(other, 3, (), 3)[1] == 1
     assert resident.match(one).chunks == 1
+
+
+def test_nothing_leaves_for_what_does_not_fit() -> None:
+    resident = tier(40)
+    one, other = names([[0, 1, 2], [5, 6, 7]])
+    run, *_ = resident.add(one.head(2), 2, (), 1)
+    resident.pin(run)
+    resident.add(other.head(2), 2, (), 2)
+    assert not resident.reserve(21)
+    assert resident.match(other).chunks == 2
+    assert resident.reserve(20)
+    assert (resident.match(other).chunks, resident.match(one).chunks) == (0, 2)
+
+
+@given(prompts, st.booleans(), st.data())
+def test_what_pins_hold_is_counted(
+    texts: list[list[int]], pins_checkpoints: bool, data: st.DataObject
+) -> None:
+    """So a reservation fits if and only if all the rest may leave."""
+    resident = ResidentChunks(
+        SIZES, 250, LeafLru(), StateType.DENSE_KV, pins_checkpoints=pins_checkpoints
+    )
+    pinned: list[Run] = []
+    for tick, chain in enumerate(names(texts), 1):
+        boundaries = sorted(data.draw(st.sets(st.integers(1, chain.num_blocks))))
+        run, *_ = resident.add(chain, chain.num_blocks, boundaries, tick)
+        if data.draw(st.booleans()):
+            resident.pin(run)
+            pinned.append(run)
+        if pinned and data.draw(st.booleans()):
+            resident.unpin(pinned.pop(0))
+        resident.check_integrity()
+    before, wanted = held(resident), data.draw(st.integers(0, 260))
+    fits = resident.reserve(wanted)
+    resident.check_integrity()
+    assert fits or held(resident) == before
+    room = resident.make_room(250)
+    assert fits or room < wanted
 
 
 def test_an_older_run_leaves_before_the_rest_of_the_current_victim() -> None:

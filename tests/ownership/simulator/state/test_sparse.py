@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_connector.spec.state_types import StateType
-from hetero_connector.store.catalog.eviction import LeafLru, Lru, Value
+from hetero_connector.store.catalog.eviction import LeafLru, Value
 from hetero_connector.store.catalog.seconds_saved import default_seconds_saved
 from ownership.simulator.state.resident import ResidentChunks
 from ownership.simulator.state.sparse import SparseChunks, missing_ranges
@@ -20,9 +20,9 @@ AMPLE = 1 << 20
 
 
 def tier(capacity: int = AMPLE, policy: str = "leaf_lru") -> SparseChunks:
-    made = {"value": Value(default_seconds_saved.in_prefills, lambda: 0), "lru": Lru()}
+    made = {"value": Value(default_seconds_saved.in_prefills, lambda: 0), "leaf_lru": LeafLru()}
     return SparseChunks(
-        SIZES, capacity, made.get(policy, LeafLru()), StateType.DENSE_KV,
+        SIZES, capacity, made[policy], StateType.DENSE_KV,
         by_recency=policy != "value",
     )  # fmt: skip
 
@@ -87,7 +87,7 @@ def test_a_sparse_tier_holds_what_single_chunks_would(
     assert list(resident.runs()) == []
 
 
-@pytest.mark.parametrize("policy", ["leaf_lru", "lru", "value"])
+@pytest.mark.parametrize("policy", ["leaf_lru", "value"])
 @given(prompts, st.integers(0, 200), st.data())
 def test_bytes_are_conserved_and_capacity_holds(
     policy: str, texts: list[list[int]], capacity: int, data: st.DataObject

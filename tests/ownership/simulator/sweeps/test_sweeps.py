@@ -5,15 +5,27 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import ModuleType
+from typing import get_type_hints
 
 import pytest
 
 from hetero_connector.errors import SimulationError
+from hetero_connector.planner.compute_model import ComputeCoefficients
+from hetero_connector.planner.profile import CostProfile, ProfileSubject
 from hetero_connector.tools.cli import main
 from hetero_connector.tools.command import EXIT_OK, EXIT_UNUSABLE
-from ownership.simulator.sweeps import command
+from hetero_connector.tools.simulation_commands import simulate
+from ownership.simulator.sweeps import command, running
 from ownership.simulator.sweeps.report import rows
-from ownership.simulator.sweeps.running import Inputs, Point, ResultFile, parse_sweep, points
+from ownership.simulator.sweeps.running import (
+    SWEPT,
+    Inputs,
+    Point,
+    ResultFile,
+    parse_sweep,
+    points,
+)
 from tests.chrome_trace import read_trace
 
 FLEET = "model: llama-3.1-8b\nworkers: [{hardware: h200, count: 2, dram_gib: 8, ssd_gib: 32}]\n"
@@ -114,8 +126,11 @@ def test_results_of_other_inputs_are_not_mixed(
     [
         (["--policies", "best"], "no scheduling policy 'best'"),
         (["--sweep", "size=1"], "--sweep: no 'size'; there are workers, rate"),
-        (["--sweep", "seed=0,1"], "--sweep: seed: changes nothing: the same sessions start"),
-        (["--sweep", "seed=0,1", "--sweep", "sessions=5,12"], "--sweep: seed: changes nothing"),
+        (["--sweep", "seed=0,1"], "--sweep: seed: 0 and 1 send the same sessions"),
+        (["--sweep", "seed=0,1", "--sweep", "sessions=5,12"], "seed: 0 and 1 send the same"),
+        (["--sweep", "seed=0,1,2", "--sweep", "sessions=11"], "send the same sessions at the same"),
+        (["--sweep", "sessions=13"], "sessions: the trace has 12, not 13: give fewer"),
+        (["--sweep", "sessions=7", "--sweep", "half=first"], "sessions: the trace has 6, not 7"),
         (["--sweep", "speed=0"], "--sweep: speed: '0' is no number"),
         (["--sweep", "population=0"], "--sweep: population: '0' is no whole number"),
         (["--sweep", "population=3"], "population: sessions follow each other without end"),
@@ -123,9 +138,9 @@ def test_results_of_other_inputs_are_not_mixed(
         (["--sweep", "sharing=2"], "--sweep: sharing: '2' is no number"),
         (["--sweep", "seed=0.5"], "--sweep: seed: '0.5' is no whole number"),
         (["--sweep", "rate=1", "--sweep", "rate=2"], "--sweep: rate: given twice"),
-        (["--sweep", "half=third"], "--sweep: half: 'third' is not first, second"),
+        (["--sweep", "half=third"], "half: 'third' is not first, second or first,second"),
         (["--sweep", "end_s=0"], "--sweep: end_s: '0' is no number"),
-        (["--sweep", "sharing=0.5"], "add --sweep rate="),
+        (["--sweep", "sharing=0.5"], "sessions are drawn: say when they start, with --sweep rate="),
         (["--sweep", "seed=0,1,0"], "--sweep: seed: a value is given twice: 0,1,0"),
         (["--sweep", "rate=1,1.0"], "--sweep: rate: a value is given twice"),
         (["--sweep", "workers=1e6"], "--sweep: workers: '1e6' is no whole number"),
@@ -161,6 +176,42 @@ def test_a_damaged_trace_is_named(
     assert "chat.jsonl:12: not JSON" in capsys.readouterr().err
 
 
+def test_the_help_names_everything_that_can_be_swept(capsys: pytest.CaptureFixture[str]) -> None:
+    (option,) = (x for x in get_type_hints(simulate, include_extras=True)["sweep"].__metadata__)
+    *names, last = SWEPT
+    assert option.help == f"Values of {', '.join(names)} or {last}. May be repeated."
+
+
+def test_results_of_other_code_or_profiles_are_not_mixed(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A profile that is not read makes no difference, wherever its name stands."""
+    subject = ProfileSubject("Tiny", "c0ffee", "bfloat16", "", "auto", 1, "a machine")
+    (files / "deep").mkdir()
+    for name, step_s in (("used", 1.0), ("other", 2.0)):
+        profile = CostProfile("tiny", subject, ComputeCoefficients(step_s, 2.0, 3.0))
+        profile.write(files / "deep" / f"{name}.json")
+    (files / "fleet.yaml").write_text(
+        "model: llama-3.1-8b\nworkers: [{profile: deep/used.json, hbm_gib: 1}] # not other.json\n"
+    )
+    inputs = Inputs(files / "chat.jsonl", None, files / "fleet.yaml")
+    digests = [inputs.digest(), inputs.digest()]
+    (files / "deep" / "other.json").write_text("{}")
+    digests.append(inputs.digest())
+    assert len(set(digests)) == 1
+    changed = CostProfile("tiny", subject, ComputeCoefficients(9.0, 2.0, 3.0))
+    changed.write(files / "deep" / "used.json")
+    digests.append(inputs.digest())
+    package = ModuleType("code")
+    package.__path__ = [str(files / "code")]
+    (files / "code" / "inner").mkdir(parents=True)
+    monkeypatch.setattr(running, "_CODE", (*running._CODE, package))
+    for text in ("a = 1", "a = 2"):
+        (files / "code" / "inner" / "module.py").write_text(text)
+        digests.append(inputs.digest())
+    assert len(set(digests)) == 4
+
+
 def test_points_are_all_combinations() -> None:
     name, values = parse_sweep("workers=1,2")
     found = list(points(["colocated", "ownerserve"], {name: values, "seed": [7]}))
@@ -188,13 +239,19 @@ def test_policies_are_compared_with_the_first_on_the_same_sessions(
          "hash_ids": [i % 5, *range(100 * i, 100 * i + 7)]}
         for i in range(90)
     ]  # fmt: skip
+    # Half of the model's layers have windows: with pages of all tokens this one fits no worker.
+    text.append({"timestamp": 5_000, "input_length": 100_000, "output_length": 40,
+                 "hash_ids": list(range(10**6, 10**6 + 196))})  # fmt: skip
     (files / "chat.jsonl").write_text("\n".join(map(json.dumps, text)))
-    assert simulated(files, "--policies", "colocated,ownerserve,colocated+ttft=0.01") == EXIT_OK
+    kind = "{hardware: h200, count: 2, hbm_gib: 5, dram_gib: 8}"
+    (files / "fleet.yaml").write_text(f"model: gpt-oss-120b\nworkers: [{kind}]\n")
+    policies = "colocated,ownerserve,colocated+state=paged"
+    assert simulated(files, "--policies", policies) == EXIT_OK
     table = capsys.readouterr().out.splitlines()
     (cells,) = [line.split(" | ") for line in table if line.startswith("| task waiting over")]
     assert cells[1] == "-"  # the reference itself
     assert re.fullmatch(r"\**[01]\.\d+\**  ?\[\d\.\d+, \d\.\d+\]", cells[2].replace("] ", "]"))
-    assert cells[3] == "- |"  # it refused requests
+    assert cells[3] == "refused others |"
 
 
 def test_the_second_half_and_a_window_are_simulated(files: Path) -> None:

@@ -88,6 +88,7 @@ def test_a_format_is_recognised_by_the_first_line(
 def test_mooncake(tmp_path: Path) -> None:
     first, second = read(tmp_path, MOONCAKE)
     assert (first.start_s, second.start_s) == (0.0, 3.0)
+    assert not first.is_named
     (request,), (other,) = first.requests, second.requests
     assert (request.input_tokens, request.output_tokens, request.parent) == (1100, 7, None)
     assert request.blocks.shared_with(other.blocks) == 2
@@ -96,6 +97,7 @@ def test_mooncake(tmp_path: Path) -> None:
 
 def test_block_agents(tmp_path: Path) -> None:
     a, b = read(tmp_path, BLOCK_AGENTS)
+    assert a.is_named
     assert (a.id, a.start_s, b.id, b.start_s) == ("a", 0.0, "b", 1.0)
     assert [(r.offset_s, r.parent, r.think_s) for r in a.requests] == [
         (0.0, None, None),
@@ -118,6 +120,7 @@ def test_bailian(tmp_path: Path) -> None:
 def test_azure(tmp_path: Path) -> None:
     first, second = read(tmp_path, AZURE)
     assert (first.start_s, second.start_s) == (0.0, 1.5)
+    assert not first.is_named
     assert (first.requests[0].input_tokens, first.requests[0].output_tokens) == (4808, 10)
     assert first.requests[0].blocks.num_blocks == 301
     assert second.requests[0].blocks.num_blocks == 2

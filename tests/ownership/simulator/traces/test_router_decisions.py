@@ -33,6 +33,7 @@ def test_sessions_are_put_together_and_ordered(log: Log, tmp_path: Path) -> None
     log.decide(Step(90), 108.0)
     found = sessions_of(log, tmp_path)
     assert [(x.start_s, len(x.requests)) for x in found.values()] == [(0, 3), (7, 1), (8, 1)]
+    assert [x.is_named for x in found.values()] == [True, True, False]
     turns = found["a"].requests
     assert [x.offset_s for x in turns] == [0.0, 2.0, 3.0]
     assert [x.input_tokens for x in turns] == [100, 150, 200]
