@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -206,6 +207,17 @@ class Boundaries:
         """The tiers of the chunks that end after so many tokens."""
         codes = self.tiers.codes[self.ends.searchsorted(tokens, side="right") :]
         return tiers_of(self.tiers.distinct[code] for code in np.unique(codes).tolist())
+
+    def bytes_in(self, tier: Tier) -> int:
+        """The bytes in a tier of the restore up to the last boundary; a tail counts as full."""
+        column = self.grid.boundary_bytes[:, self.columns[-1]].tolist()
+        here = [self.tail_tiers.get(t) is tier for t in self.grid.model.boundary_types]
+        size_bytes = sum(compress(column, here))
+        counts = np.bincount(self.tiers.codes, minlength=len(self.tiers.distinct))
+        for tiers, count in zip(self.tiers.distinct, counts.tolist(), strict=True):
+            chunk_bytes = [n for t, n in self.grid.prefix_bytes.items() if tiers[t] is tier]
+            size_bytes += count * sum(chunk_bytes)
+        return int(size_bytes)
 
     def load_bytes(self, *, by_replay: bool) -> Iterator[dict[Tier, int]]:
         """Yield for each chunk the bytes by tier that are loaded to resume at its end.

@@ -56,21 +56,6 @@ class CostTerms(NamedTuple):
         return sum(self)
 
 
-@dataclass(frozen=True)
-class CostWeights:
-    """The price of other requests' time and of KV memory."""
-
-    stall: float = 0.01
-    """Seconds of cost for each second that one running decode is delayed."""
-    hbm_s_per_gib_s: float = 0.001
-    """lambda: seconds of cost for each GiB of KV pages occupied for a second."""
-
-    def __post_init__(self) -> None:
-        for weight in (self.stall, self.hbm_s_per_gib_s):
-            if not 0.0 <= weight < math.inf:
-                raise ValueError(f"weights are finite and at least 0: {self}")
-
-
 class OverheadSample(NamedTuple):
     """The seconds of one prompt to its first token, on an otherwise idle engine."""
 
@@ -140,16 +125,15 @@ class HandoffCost(NamedTuple):
 
 @dataclass
 class CostModel:
-    """The models of compute, load and interference, which learn, and the weights of the rest."""
+    """The models of compute, load and interference, which learn, and the figures of the rest."""
 
     compute: ComputeRegression
     load: LoadModel
-    weights: CostWeights = field(default_factory=CostWeights)
     step_tokens: int = 0
     """Most tokens the engine computes in one step (vLLM's `max_num_batched_tokens`); 0: no
     limit, so everything in one step."""
     interference: InterferenceRegression = field(default_factory=InterferenceRegression)
-    """Delays of decodes by prefills. Not used by the planner; a fleet's scheduler asks `delays`."""
+    """Steps that decode, with and without a prefill. See `delays`."""
     overhead: RequestOverhead = field(default_factory=RequestOverhead)
     """The cost of a request besides its steps. Not used by the planner; a simulator adds it."""
     handoff: HandoffCost = field(default_factory=HandoffCost)
@@ -159,7 +143,10 @@ class CostModel:
     noticed between two steps, so half a step on average."""
 
     def delays(self) -> InterferenceCoefficients:
-        """Return the interference coefficients, guessed from `compute` until one is measured."""
+        """Return the interference coefficients, guessed from `compute` until one is measured.
+
+        The planner takes the time of a decode step from them, a fleet's scheduler the rest.
+        """
         if self.interference.is_measured():
             return self.interference.coefficients
         return InterferenceCoefficients.of_compute(self.compute.coefficients)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
@@ -144,28 +143,11 @@ class CandidateSet:
         return strategy
 
 
-class RestoreAction(StrEnum):
-    """One consequence of a decision."""
-
-    LOAD_COMPRESSED_KV = "LOAD_COMPRESSED_KV"
-    """Prefix-proportional state is loaded."""
-    LOAD_SWA_CHECKPOINT = "LOAD_SWA_CHECKPOINT"
-    """Boundary state is loaded: windows, tails, recurrent state."""
-    RECOMPUTE_TAIL = "RECOMPUTE_TAIL"
-    """Tokens after the boundary are computed; all tokens if nothing is loaded."""
-    RECOMPUTE_SWA = "RECOMPUTE_SWA"
-    """Windows are rebuilt by computing tokens before the boundary again."""
-    PREFETCH_ARTIFACT = "PREFETCH_ARTIFACT"
-    """Artifacts are staged in DRAM, and the request is admitted when they are there."""
-    DROP_LOW_UTILITY_ARTIFACT = "DROP_LOW_UTILITY_ARTIFACT"
-    """Deeper artifacts are not loaded, because computing is cheaper; they are evicted first."""
-
-
 @dataclass(frozen=True)
 class RestoreDecision:
     """The plan for one request, and its predicted cost.
 
-    `declined`, `actions` and `candidates` are computed when they are first asked for, from prices
+    `declined` and `candidates` are computed when they are first asked for, from prices
     of the moment of decision, so that they need not delay the first token.
     """
 
@@ -193,43 +175,30 @@ class RestoreDecision:
         )
 
     @cached_property
-    def declined(self) -> tuple[Tier, ...]:
+    def declined(self) -> Mapping[Tier, int]:
         """Tiers from which nothing is loaded for its cost, although the request would resume later.
 
-        Includes tiers that are predicted to miss the deadline. Nothing is learned about them this
-        time, so `LoadModel.fade` lets a tier that was slow once be tried again.
+        Each with the bytes of the longest load from it. Includes tiers that are predicted to miss
+        the deadline. Nothing is learned about them this time, so `LoadModel.fade` lets a tier that
+        was slow once be tried again.
         """
         plan, at = self.plan, self.considered.boundaries
         if not self.by_cost or at is None:
-            return ()
+            return {}
         resume = plan.resume_tokens if plan else self.considered.local_tokens
         declined = at.tiers_after(resume) - (plan.source_tiers if plan else set())
         if not declined or not any(x.resumes_after(resume) for x in self.considered.strategies()):
-            return ()
-        return tuple(sorted(declined))
+            return {}
+        return {tier: at.bytes_in(tier) for tier in sorted(declined)}
 
-    @cached_property
-    def actions(self) -> tuple[RestoreAction, ...]:
-        """The consequences, in order."""
-        return tuple(self._actions())
+    @property
+    def is_rest_slow(self) -> bool:
+        """True if state after the chosen boundary could be loaded in time, but computing is faster.
 
-    def _actions(self) -> Iterator[RestoreAction]:
-        plan, considered = self.plan, self.considered
-        restored, taken = considered.local_tokens, 0
-        if plan is not None:
-            restored, taken = plan.boundary, len(plan.chunks)
-            if plan.prefix_types:
-                yield RestoreAction.LOAD_COMPRESSED_KV
-            if plan.boundary_types:
-                yield RestoreAction.LOAD_SWA_CHECKPOINT
-            if plan.replay_tokens:
-                yield RestoreAction.RECOMPUTE_SWA
-            if plan.source_tiers - {Tier.DRAM}:
-                yield RestoreAction.PREFETCH_ARTIFACT
-        if considered.pricing.prompt_tokens > restored:
-            yield RestoreAction.RECOMPUTE_TAIL
-        if self.by_cost and any(x.in_time_from(taken).any() for x in considered.strategies()):
-            yield RestoreAction.DROP_LOW_UTILITY_ARTIFACT
+        False if the planner's mode decided.
+        """
+        taken, strategies = len(self.plan.chunks) if self.plan else 0, self.considered.strategies()
+        return self.by_cost and any(x.in_time_from(taken).any() for x in strategies)
 
     def candidates(self) -> tuple[RestoreCandidate, ...]:
         """Every candidate, restoring nothing first, then by boundary.

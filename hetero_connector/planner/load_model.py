@@ -23,6 +23,9 @@ _LEAST_S_PER_BYTE = 1e-30
 """Too little to show in any sum, but not 0: a load of bytes must differ from a load of none."""
 _KEEP_OF_MIX = 0.99
 """Weight that the earlier mix of state types keeps with each load."""
+_FADE_EVERY_S = 60.0
+_FADE_KEEP = 0.1
+"""Weight that samples keep at each fading: after 5 to 10 of them the default decides."""
 
 
 @dataclass(frozen=True)
@@ -124,13 +127,14 @@ class LoadModel:
         """Seconds that one more artifact adds to a load. Safe to call on any thread."""
         return size_bytes * self.rates(tier).seconds_per_byte[state_type]
 
-    def fade(self, tier: Tier, keep: float = 0.9) -> None:
-        """Trust what was learned about the tier a little less.
+    def fade(self, tier: Tier, size_bytes: float, now_s: float) -> None:
+        """Trust what loads of about this size taught less, once a minute without such a load.
 
-        Call it when a load was declined for its cost. Otherwise a disk that was slow once is
-        never tried again, and its recovery never noticed.
+        Call it when one was declined for its cost. Otherwise a disk that was slow once is never
+        tried again, and its recovery never noticed. What loads of other sizes taught stays, for
+        many small ones may be declined rightly. `now_s`: any clock, always the same.
         """
-        self._tiers[tier].fade(keep)
+        self._tiers[tier].fade(size_bytes, now_s)
 
 
 _FAST_TIERS = {Tier.DRAM: (2e-4, 1 / 10e9), Tier.SSD: (1e-3, 1 / 3e9), Tier.PEER: (2e-3, 1 / 3e9)}
@@ -158,6 +162,8 @@ class _TierFit:
             known.extend(0.0 if s == _LEAST_S_PER_BYTE else s for s in per_byte)
         self.fit = RobustLeastSquares(default, known, ChangeDetector())
         self._moved = dict.fromkeys(state_types, 0.0)
+        self._faded_s: dict[int, float] = {}
+        """By size class, the time of the last fading, or of the first refusal after a sample."""
         self._unseen_s_per_byte = profile.ahead_s_per_byte if profile else s_per_byte
         self.rates = self._rates()
 
@@ -168,7 +174,8 @@ class _TierFit:
         in_flight_bytes: float,
         while_computing: bool,
     ) -> None:
-        size_class = int(sum(bytes_by_type.values()) + in_flight_bytes).bit_length() // 4
+        size_class = _size_class(sum(bytes_by_type.values()) + in_flight_bytes)
+        self._faded_s.pop(size_class, None)
         moved = {t: _KEEP_OF_MIX * n for t, n in self._moved.items()}
         for state_type, size in bytes_by_type.items():
             moved[state_type] += size
@@ -179,9 +186,12 @@ class _TierFit:
         self.fit.observe([1.0, float(while_computing), *row], seconds, size_class)
         self.rates = self._rates()
 
-    def fade(self, keep: float) -> None:
-        self.fit.fade(keep)
-        self.rates = self._rates()
+    def fade(self, size_bytes: float, now_s: float) -> None:
+        size_class = _size_class(size_bytes)
+        if now_s - self._faded_s.setdefault(size_class, now_s) >= _FADE_EVERY_S:
+            self._faded_s[size_class] = now_s
+            self.fit.fade(_FADE_KEEP, size_class)
+            self.rates = self._rates()
 
     def _rates(self) -> TierRates:
         latency_s, while_computing_s, *per_byte = self.fit.coefficients
@@ -191,3 +201,8 @@ class _TierFit:
         if total:
             ahead = sum(seconds[t] * n for t, n in self._moved.items()) / total
         return TierRates(latency_s, seconds, ahead, while_computing_s)
+
+
+def _size_class(size_bytes: float) -> int:
+    """Return the same number for sizes within a factor of 16."""
+    return int(size_bytes).bit_length() // 4

@@ -17,7 +17,7 @@ from hetero_connector.planner.pricing import EngineLoad, Parking, Pricing, TierT
 
 Mode = Literal["cost", "always_load", "never_load"]
 ENGINE_SETTINGS = "engine_settings"
-"""Key in a journal's description. Journals of earlier releases lack it."""
+"""Key in a journal's description."""
 
 
 @dataclass(frozen=True)

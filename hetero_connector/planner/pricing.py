@@ -38,10 +38,14 @@ from hetero_connector.units import GIB
 
 _TIERS = tuple(Tier)
 
+STALL_S_PER_S = 0.01
+"""Seconds of cost for each second that one running decode is delayed."""
+HBM_S_PER_GIB_S = 0.001
+"""Seconds of cost for each GiB of KV pages that is occupied for a second."""
+
 Parking = Literal["never", "long", "always"]
 """The loads that park their request: none, those that would delay running decodes by more than one
-of their steps, or all. No engine sets the last, but `heterocache explain` reads journals of earlier
-engines with recurrent state, which did."""
+of their steps, or all, which only tests choose."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class EngineLoad:
     """Prompt tokens of earlier requests that wait for their own loads. They are computed before
     this request if it waits for a load too, else after it."""
     parking: Parking = "never"
+    decoded_context: int = 0
+    """Tokens of context of the requests that are being decoded, summed."""
 
     @property
     def is_computing(self) -> bool:
@@ -246,7 +252,8 @@ class Pricing:
             self._behind_s = costs.queue_s(load.queued_tokens + load.waiting_tokens)
         self._decode_step_s = 0.0
         if load.running_decodes:
-            self._decode_step_s = costs.delays().decode_step_s(load.running_decodes, 0.0)
+            delays, context = costs.delays(), load.decoded_context
+            self._decode_step_s = delays.decode_step_s(load.running_decodes, context)
         self._staging_delay_s = costs.staging_delay_steps * self._decode_step_s
         self._park_above_s = math.inf
         """A load of which more is exposed parks its request."""
@@ -254,8 +261,8 @@ class Pricing:
             self._park_above_s = -math.inf
         elif load.parking == "long" and load.running_decodes:
             self._park_above_s = self._decode_step_s
-        self._stall = costs.weights.stall * load.running_decodes
-        self._hbm = costs.weights.hbm_s_per_gib_s * grid.page_bytes_per_token * prompt_tokens / GIB
+        self._stall = STALL_S_PER_S * load.running_decodes
+        self._hbm = HBM_S_PER_GIB_S * grid.page_bytes_per_token * prompt_tokens / GIB
         self._num_layers = len(grid.model.stored_layers)
 
     def nothing(self, local_tokens: int) -> CostTerms:

@@ -29,7 +29,6 @@ from hetero_connector.planner.compute_model import (
 from hetero_connector.planner.cost_fit import RelativeErrors
 from hetero_connector.planner.cost_model import (
     CostModel,
-    CostWeights,
     HandoffCost,
     RequestOverhead,
 )
@@ -182,12 +181,7 @@ class CostProfile:
             step_tokens=costs.step_tokens,
         )
 
-    def cost_model(
-        self,
-        state_types: Sequence[StateType],
-        weights: CostWeights | None = None,
-        step_tokens: int = 0,
-    ) -> CostModel:
+    def cost_model(self, state_types: Sequence[StateType], *, step_tokens: int = 0) -> CostModel:
         """Make a cost model that starts from this profile and goes on learning.
 
         `step_tokens`: 0: those of the engine that was measured.
@@ -195,7 +189,6 @@ class CostProfile:
         return CostModel(
             ComputeRegression(self.compute),
             LoadModel(state_types, self.load),
-            weights or CostWeights(),
             step_tokens or self.step_tokens,
             InterferenceRegression(self.interference, self.compute),
             self.overhead or RequestOverhead(),
@@ -340,7 +333,7 @@ class _Compute(_Section):
     attention_s: _Seconds
 
 
-class _Load(msgspec.Struct, rename={"while_computing_s": "beside_s"}):
+class _Load(msgspec.Struct):
     latency_s: _Seconds
     seconds_per_byte: dict[StateType, _Seconds]
     ahead_s_per_byte: _Seconds
@@ -369,13 +362,13 @@ class _Request(_Section):
     scheduling_token_s: _Seconds
 
 
-class _Handoff(_Section, rename={"handoff_s": "handover_s", "handoff_token_s": "handover_token_s"}):
+class _Handoff(_Section):
     handoff_s: _Seconds
     handoff_token_s: _Seconds
 
 
-class _File(msgspec.Struct, omit_defaults=True, rename={"handoff": "handover"}):
-    """The whole file. Profiles of earlier releases may lack the optional sections."""
+class _File(msgspec.Struct, omit_defaults=True):
+    """The whole file. It lacks the sections of what was not measured."""
 
     format: int
     model: str

@@ -32,6 +32,8 @@ _LEAST_GAP_S = 1e-3
 _MOST_GAP_S = 1e9
 """Three decades: keeps hints and what follows from them within floating point."""
 _LEAST_SIGMA = 0.05
+_MOST_HINT_ERROR = math.log(4.0)
+"""One client's hints may be wrong a thousandfold, and all clients' hints share what is learned."""
 _LOST_AT = 0.99
 """Quantile of the gap after which a session counts as lost."""
 _ENOUGH = 4
@@ -278,7 +280,9 @@ class ThinkTimes:
         self._gaps += 1
         self._count_decided(returned=1.0)
         if hint_s is not None:
-            self._hint_errors = self._hint_errors.with_one(log_s - math.log(hint_s))
+            error = log_s - math.log(hint_s)
+            bounded = max(-_MOST_HINT_ERROR, min(_MOST_HINT_ERROR, error))
+            self._hint_errors = self._hint_errors.with_one(bounded)
 
     def _next_gap(self, session: _Session, hint_s: float | None) -> NormalDist:
         """The distribution of the logarithm of the next gap, in seconds."""

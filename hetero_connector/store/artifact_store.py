@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -82,7 +83,7 @@ class ArtifactStore:
         """For the fleet; None: peers cannot read the DRAM tier, and theirs is not read."""
         self.catalog = catalog
         self.retention = catalog.retention
-        """The chains that are pinned, or leave early. Any thread may ask."""
+        """The chains that are pinned, leave last or leave early. Any thread may ask."""
         self.folder = folder
         """The model's directory in `ssd_dir`; None without an SSD tier."""
         self._generations = generations
@@ -179,7 +180,7 @@ class ArtifactStore:
         a chunk.
         """
         self._check_open()
-        return self.catalog.match(chain)
+        return self.catalog.tiers.index.match(chain)
 
     def holdings(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
         """Return what is stored of the chain, also after missing ranges, up to its last chunk.
@@ -187,12 +188,12 @@ class ArtifactStore:
         Chunks in between that are not stored have no tiers. Takes no lock either.
         """
         self._check_open()
-        return self.catalog.holdings(chain)
+        return self.catalog.tiers.index.holdings(chain)
 
     def tails(self, parent: ChunkKey) -> tuple[int, ...]:
         """Return the token lengths of the newest few short chunks after `parent`."""
         self._check_open()
-        return self.catalog.tails(parent)
+        return self.catalog.tiers.index.tails(parent)
 
     def is_fork(self, key: ChunkKey) -> bool:
         """Return whether several chains leave each other at the end of a chunk. Takes no lock."""
@@ -311,17 +312,6 @@ class ArtifactStore:
         """Expect the session no longer: its restore reads what is not staged yet."""
         self.catalog.session_returned(session)
 
-    def protect_chain(
-        self, session: Hashable, leaves: Sequence[ChunkKey], until_s: float, tenant: bytes = b""
-    ) -> None:
-        """Evict the session's chain last, until then by the store's clock.
-
-        `leaves`: where the chain may end, deepest first; the first of them that is stored counts.
-        Forks share their common chunks. Replaces the session's earlier chain. The store remembers
-        a bounded number of sessions, of which each `tenant` has its share.
-        """
-        self.catalog.retention.protect_chain(session, leaves, until_s, tenant)
-
     def expire_due(self) -> None:
         """End what retention keeps or limits and whose time is over.
 
@@ -374,7 +364,17 @@ class ArtifactStore:
     @property
     def reading_bytes(self) -> Mapping[Tier, int]:
         """Return the bytes that restores wait for, by the tier they come from."""
-        return {tier: n for tier, n in self.catalog.loads.waiting_bytes.items() if n}
+        read: Counter[Tier] = Counter()
+        for source, size_bytes in self.catalog.loads.waiting_bytes.items():
+            read[source.tier] += size_bytes
+        return +read
+
+    def bytes_ahead_of(self, chunks: Sequence[StoredChunk]) -> Mapping[Tier, int]:
+        """Return the bytes that are read before a restore of these chunks could be, by tier.
+
+        What is being read of the chunks themselves is no queue: the restore would share it.
+        """
+        return self.catalog.bytes_ahead_of(chunks) if self.reading_bytes else {}
 
     def take_timings(self) -> list[ReadTiming]:
         """Return reads that ended or were given up since the last call: the newest 256 at most."""

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from hetero_connector.artifacts.record import ChunkRange, StoredChunk, Tier
 from hetero_connector.spec.state_types import StateType
 
-EvictionName = Literal["leaf_lru", "lru", "value"]
+EvictionName = Literal["leaf_lru", "value"]
 
 
 class Failure(StrEnum):

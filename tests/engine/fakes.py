@@ -111,6 +111,7 @@ def scheduled(**num_tokens: int) -> SimpleNamespace:
         scheduled_cached_reqs=SimpleNamespace(new_block_ids=[]),
         total_num_scheduled_tokens=sum(num_tokens.values()),
         num_scheduled_tokens=num_tokens,
+        scheduled_spec_decode_tokens={},
         kv_connector_block_state=None,
         preempted_req_ids=None,
         has_sync_kv_loads=False,

@@ -199,8 +199,8 @@ def assert_no_leaks(llm: Any) -> None:
     assert side._admissions._parked == {}
     assert not side._early
     queue = side._queue
-    assert (queue._waiting, queue._prefilling, queue._decoding) == ({}, {}, set())
-    assert (queue._waiting_tokens, queue._prefilling_tokens) == (0, 0)
+    assert (queue._waiting, queue._prefilling, queue._decoding) == ({}, {}, {})
+    assert (queue._waiting_tokens, queue._prefilling_tokens, queue._decoding_tokens) == (0, 0, 0)
     assert (saver._reservations._reserved, saver.awaits_reports) == ({}, False)
 
 

@@ -1,7 +1,4 @@
-"""A Llama-4-type model resumes where a chunk of local attention begins, without any of its state.
-
-vLLM keeps local attention's state as such only with a setting; by default it keeps all of it.
-"""
+"""A Llama-4-type model resumes where a chunk of local attention begins without any of its state."""
 
 from __future__ import annotations
 
@@ -35,11 +32,9 @@ PROMPT = prompt_tokens(1400, seed=440)
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE", "1")
-        llm = make_llm("llama4", {"dram_gib": 0.1}, max_num_batched_tokens=512)
-        yield llm
-        shutdown(llm)
+    llm = make_llm("llama4", {"dram_gib": 0.1}, max_num_batched_tokens=512)
+    yield llm
+    shutdown(llm)
 
 
 def test_power_a_flipped_early_token_and_the_state_of_a_local_chunk_show(llm: Any) -> None:

@@ -20,8 +20,9 @@ from hetero_connector.engine.messages import (
     WorkerReport,
 )
 from hetero_connector.engine.scheduler.cost_learner import CostLearner, _step_mix
-from hetero_connector.metrics import COUNTERS, HISTOGRAMS
+from hetero_connector.metrics import HISTOGRAMS
 from hetero_connector.planner.compute_model import ComputeCoefficients, StepMix, attention_work
+from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.spec import ModelSpec, RestoreRule, StateType
 from hetero_connector.store.base import ReadTiming
 from tests.clock import Clock
@@ -297,23 +298,33 @@ def test_predictions_are_recorded_with_the_observed_values(engine: Engine) -> No
             assert isinstance(seconds, float)
 
 
-def test_a_declined_tiers_samples_fade_once_per_request(engine: Engine) -> None:
+def test_a_declined_tier_is_tried_again_after_minutes_not_after_questions() -> None:
+    clock = Clock(0.0)
+    engine = Engine(DENSE, mode="cost", clock=clock)
     engine.run(FakeRequest("a", tokens(200)))
-    taught(engine, token_s=1e-6, byte_s=1e-3)
-    slow_s = engine.costs.load.predict(Tier.DRAM, {KV: 4096})
-    request = FakeRequest("b", tokens(200))
-    for _ in range(50):
-        assert engine.side.match(request, 0)[0] == 0  # type: ignore[arg-type]
-    assert engine.costs.load.predict(Tier.DRAM, {KV: 4096}) == slow_s
-    assert engine.admit(request) == 0
-    request.num_computed_tokens = 200
-    request.all_token_ids.append(7)
-    step(engine, b=1)
-    assert engine.costs.load.predict(Tier.DRAM, {KV: 4096}) < slow_s
+    taught(engine, token_s=1e-4, byte_s=1e-3)
+    engine.costs.load = engine.side.predictions._load = LoadModel([KV])
+    for _ in range(20):
+        engine.costs.load.observe(Tier.DRAM, {KV: 3 * 4096}, 10.0)
+    for minute in range(20):
+        slow = engine.costs.load.rates(Tier.DRAM)
+        request = FakeRequest(f"b{minute}", tokens(200))
+        for _ in range(50):
+            found = engine.ask(request)
+        assert engine.costs.load.rates(Tier.DRAM) is slow
+        if found:
+            break
+        assert engine.admit(request) == 0
+        engine.step(**{request.request_id: 200})
+        request.all_token_ids.append(7)
+        engine.step(**{request.request_id: 1})
+        engine.finish(request)
+        clock.passes(60.0)
+    assert 1 < minute < 19
+    engine.side.close()
 
 
-def test_declined_chunks_are_recorded_and_evicted_first() -> None:
-    """The action DROP_LOW_UTILITY_ARTIFACT is done once per request, after its prompt."""
+def test_declined_chunks_are_evicted_first() -> None:
     slots = 8
     engine = Engine(DENSE, mode="cost", dram_bytes=slots * 4096)
     engine.run(FakeRequest("kept", tokens(128, seed=1)))
@@ -321,18 +332,10 @@ def test_declined_chunks_are_recorded_and_evicted_first() -> None:
     taught(engine, token_s=1e-6, byte_s=1e-3)
     request = FakeRequest("again", tokens(200))
     assert engine.admit(request) == 0
-    engine.recorder.drain()
     step(engine, again=200)
     request.num_computed_tokens = 200
     request.all_token_ids.append(7)
     step(engine, again=1)
-    payload = engine.recorder.drain()
-    assert payload is not None
-    actions = {k: v for k, v in payload[COUNTERS].items() if "_actions" in k}
-    assert actions == {
-        "heterocache_actions{action=RECOMPUTE_TAIL}": 1,
-        "heterocache_actions{action=DROP_LOW_UTILITY_ARTIFACT}": 1,
-    }
     engine.run(FakeRequest("new", tokens(320, seed=2)))  # needs two slots more than are free
     for prompt, chunks in ((tokens(128, seed=1), 2), (tokens(192), 1)):
         chain = RequestChain(engine.side.root.hasher)
@@ -369,7 +372,7 @@ def test_the_engine_s_load_counts_running_requests(engine: Engine) -> None:
         engine.admit(FakeRequest(name, tokens(200, seed)))
     engine.step(a=150, b=200)
     engine.ask(FakeRequest("c", tokens(200)))
-    load = engine.side._engine_load(engine.side._trackers["c"])
+    load = engine.side._engine_load(engine.side._trackers["c"], [])
     assert (load.queued_tokens, load.running_decodes, load.waiting_tokens) == (50, 1, 0)
     assert load.hidden_share == 1.0
     assert load.in_flight_bytes == {}
@@ -393,9 +396,18 @@ def test_requests_that_were_matched_earlier_are_ahead(engine: Engine) -> None:
     assert restore.plan.resume_tokens == 192
     left = [(200 - 32), (200 - 192)]
     for name, waiting in (("computes", 0), ("new", sum(left)), ("later", sum(left) + 200)):
-        load = engine.side._engine_load(trackers[name])
+        load = engine.side._engine_load(trackers[name], [])
         assert (load.queued_tokens, load.waiting_tokens) == (0, waiting)
     engine.grow_table(engine.requests["computes"])
     engine.side.on_allocated(engine.requests["computes"], 0)  # type: ignore[arg-type]
-    load = engine.side._engine_load(trackers["new"])
+    load = engine.side._engine_load(trackers["new"], [])
     assert (load.queued_tokens, load.waiting_tokens) == (200, sum(left[1:]))
+
+
+def test_few_of_the_decode_steps_are_timed_also_with_drafted_tokens(engine: Engine) -> None:
+    engine.admit(FakeRequest("a", tokens(200)))
+    engine.requests["a"].num_computed_tokens = 200
+    output = scheduled(a=4)
+    output.scheduled_spec_decode_tokens = {"a": [-1, -1, -1]}
+    timed_as = [engine.side.order_step(output).timed_as for _ in range(32)]  # type: ignore[arg-type]
+    assert len([x for x in timed_as if x is not None]) == 2

@@ -15,14 +15,15 @@ import huggingface_hub
 import pytest
 import torch
 from vllm import envs
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, LoadConfig
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import EngineArgs
 
 from examples.checkpoints import write_checkpoint
 from examples.serving import engine_arguments
 from hetero_connector import machine
-from hetero_connector.artifacts.identity import Fingerprint, tokenizer_digest
+from hetero_connector.artifacts.identity import Fingerprint
+from hetero_connector.artifacts.model_files import tokenizer_digest
 from hetero_connector.engine.startup import rounding as rounding_module
 from hetero_connector.engine.startup.engine_identity import (
     check_supported,
@@ -104,6 +105,7 @@ def test_an_engine_that_is_started_again_has_its_identity(config: Any) -> None:
         ("additional_config", None, {"gdn_prefill_backend": "triton"}),
         ("additional_config", None, SimpleNamespace(compute_hash=lambda: "another")),
         ("kernel_config", "moe_backend", "triton"),
+        ("kernel_config", "enable_flashinfer_autotune", None),
         ("lora_config", None, SimpleNamespace(
             lora_dtype="float16", max_lora_rank=8, fully_sharded_loras=False, target_modules=None,
             enable_tower_connector_lora=False, enable_mixed_moe_lora_format=False,
@@ -151,7 +153,7 @@ def test_a_draft_model_is_part_of_it(
     settings: dict[str, Any] = {"hidden_size": 64}
     draft = SimpleNamespace(
         model=str(tmp_path), revision=None, dtype="bfloat16", quantization=None,
-        hf_config=SimpleNamespace(to_dict=lambda: settings),
+        trust_remote_code=False, hf_config=SimpleNamespace(to_dict=lambda: settings),
     )  # fmt: skip
     speculative = SimpleNamespace(
         method="eagle",
@@ -243,6 +245,30 @@ def test_weights_may_be_in_a_download_dir(
     made.append(identity(config))
     assert len({x.weights for x in made}) == 3
     assert {x.tokenizer for x in made} == {tokenizer_digest(code.parent)}
+
+
+@pytest.mark.parametrize("place", ["repository", "revision"])
+def test_code_that_is_not_among_the_models_files_is_part_of_it(
+    config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    model = config.model_config
+    if place == "repository":
+        code = hub(tmp_path, "org/base", {}) / "modeling_x.py"
+        names = {"AutoModel": "org/base--modeling_x.X", "AutoConfig": "org/absent--config_x.X"}
+        monkeypatch.setattr(model.hf_config, "auto_map", names, raising=False)
+    else:
+        code = hub(tmp_path, "org/m", {"model.bin": b"w"}).with_name("f" * 40) / "modeling_x.py"
+        code.parent.mkdir()
+        monkeypatch.setattr(model, "model", "org/m")
+        monkeypatch.setattr(model, "code_revision", "f" * 40)
+    for is_trusted in (False, True):
+        monkeypatch.setattr(model, "trust_remote_code", is_trusted)
+        digests = set()
+        for content in (b"1", b"2"):
+            code.write_bytes(content)
+            digests.add(identity(config).digest)
+        assert len(digests) == (2 if is_trusted else 1)
 
 
 def test_a_tokenizer_of_another_repository_is_that_repositorys(
@@ -353,6 +379,7 @@ def test_a_length_fitted_to_free_memory_is_no_part_of_it(
         lambda patch: patch.setenv("VLLM_BATCH_INVARIANT", "1"),
         lambda patch: patch.setenv("VLLM_FLOAT32_MATMUL_PRECISION", "high"),
         lambda patch: patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2"),
+        lambda patch: patch.setenv("VLLM_ZENTORCH_WEIGHT_PREPACK", "0"),
     ],
 )
 def test_what_changes_rounding_changes_the_identity(
@@ -361,6 +388,43 @@ def test_what_changes_rounding_changes_the_identity(
     before = identity(config).digest
     change(monkeypatch)
     assert identity(config).digest != before
+
+
+@pytest.mark.parametrize("library", ["torch", "torchao", "transformers"])
+def test_a_library_that_computes_is_part_of_it(
+    config: Any, monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    before, version = identity(config).digest, rounding_module._version
+    monkeypatch.setattr(
+        rounding_module, "_version", lambda name: "0.1" if name == library else version(name)
+    )
+    assert identity(config).digest != before
+
+
+def test_tuned_kernels_are_part_of_it_by_their_content(
+    config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    digests = [identity(config).digest]
+    for folder, content in (("a", "{}"), ("b", "{}"), ("c", '{"16": {}}')):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "E=8.json").write_text(content)
+        monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", str(tmp_path / folder))
+        digests.append(identity(config).digest)
+    assert digests[1] == digests[2]
+    assert len(set(digests)) == 3
+
+
+@pytest.mark.parametrize(("name", "value"), [("data_parallel_size", 2), ("enable_eplb", True)])
+def test_engines_that_share_experts_out_add_them_up_differently(
+    config: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    for is_moe in (False, True):
+        monkeypatch.setattr(type(config.model_config), "is_moe", is_moe)
+        own, shared = identity(config).digest, identity(config, any_tp=True).digest
+        with monkeypatch.context() as patch:
+            patch.setattr(config.parallel_config, name, value)
+            assert (identity(config).digest != own) == is_moe
+            assert identity(config, any_tp=True).digest == shared
 
 
 def test_two_hosts_of_one_kind_share(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,6 +439,10 @@ def test_two_hosts_of_one_kind_share(config: Any, monkeypatch: pytest.MonkeyPatc
         "VLLM_LOGGING_LEVEL": "DEBUG", "VLLM_CPU_OMP_THREADS_BIND": "4-7", "HOSTNAME": "b",
         "VLLM_CPU_KVCACHE_SPACE": "4", "CUDA_VISIBLE_DEVICES": "6", "VLLM_API_KEY": "secret",
         "VLLM_RAY_BUNDLE_INDICES": "1,2", "VLLM_GPU_NIC_PCIE_MAPPING": "x",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CONFIGURE_LOGGING": "0",
+        "VLLM_ENABLE_RESPONSES_API_STORE": "1", "VLLM_MAX_COMPLETION_PROMPTS": "8",
+        "VLLM_NVTX_SCOPES_FOR_PROFILING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS": "container",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     assert identity(config).digest == before
@@ -474,11 +542,42 @@ def test_hisparse_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> No
         check_supported(config)
 
 
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize(
+    "load_format", ["tensorizer", "ipc_cache", "modelexpress", "npcache", "of_a_plugin"]
+)
 def test_weights_that_are_not_among_the_models_files_are_refused(
+    config: Any, monkeypatch: pytest.MonkeyPatch, load_format: str, drafted: bool
+) -> None:
+    draft = SimpleNamespace(kv_cache_dtype=None, draft_load_config=LoadConfig())
+    monkeypatch.setattr(config, "speculative_config", draft)
+    for name in ("auto", "safetensors", "sharded_state", "runai_streamer"):
+        monkeypatch.setattr(config.load_config, "load_format", name)
+        check_supported(config)
+    changed = draft.draft_load_config if drafted else config.load_config
+    monkeypatch.setattr(changed, "load_format", load_format)
+    with pytest.raises(UnsupportedModelError, match=f"{load_format} .*set --load-format auto"):
+        check_supported(config)
+
+
+@pytest.mark.parametrize("pattern", ["../other/rank-{rank}-{part}.safetensors", "r{rank}.{part}"])
+def test_shards_that_are_not_digested_are_refused(
+    config: Any, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    extra = {"pattern": "rank-{rank}-{part}.safetensors"}
+    monkeypatch.setattr(config.load_config, "load_format", "sharded_state")
+    monkeypatch.setattr(config.load_config, "model_loader_extra_config", extra)
+    check_supported(config)
+    extra["pattern"] = pattern
+    with pytest.raises(UnsupportedModelError, match="--model-loader-extra-config"):
+        check_supported(config)
+
+
+def test_weights_of_another_place_than_the_models_are_refused(
     config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config.load_config, "load_format", "tensorizer")
-    with pytest.raises(UnsupportedModelError, match="set --load-format auto"):
+    monkeypatch.setattr(config.model_config, "model_weights", "s3://bucket/model")
+    with pytest.raises(UnsupportedModelError, match=r"from s3://bucket/model.*local copy"):
         check_supported(config)
 
 
@@ -488,7 +587,9 @@ def test_kv_formats_of_plugins_are_refused(
 ) -> None:
     """vLLM 0.33 lets a platform's plugin name a KV dtype of its own."""
     monkeypatch.setattr(config.cache_config, "cache_dtype", "auto" if drafted else "plugin_2bit")
-    draft = SimpleNamespace(kv_cache_dtype="plugin_2bit" if drafted else None)
+    draft = SimpleNamespace(
+        kv_cache_dtype="plugin_2bit" if drafted else None, draft_load_config=None
+    )
     monkeypatch.setattr(config, "speculative_config", draft)
     with pytest.raises(UnsupportedModelError, match="--kv-cache-dtype plugin_2bit"):
         check_supported(config)

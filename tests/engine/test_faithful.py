@@ -64,7 +64,7 @@ def test_an_engine_and_its_twin_agree(
     with engine(model, extra, disable_log_stats=False, max_num_batched_tokens=512, **limits) as llm:
         facts, trace = EngineFacts.of(llm), sessions(32, seed=int(model == "gemma3"))
         # The simulator has no chain users, which would order evictions from DRAM.
-        with patch.object(scheduler_side(llm).store, "protect_chain"):
+        with patch.object(scheduler_side(llm).store.retention, "protect_chain"):
             real, _ = played(llm, trace, StepClock(STEP_S))
     costs = steps_alone_cost(facts.model, facts.limits.step_tokens, STEP_S)
     fleet = facts.fleet((facts.worker(costs),))

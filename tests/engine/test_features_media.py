@@ -81,7 +81,7 @@ def test_power_an_image_left_out_of_the_key_is_seen(llm: Any) -> None:
     cat, dog = answer(llm, CAT), answer(llm, DOG)
     assert delta(cat, dog) > VISIBLE
     forget(llm)
-    with patch.object(request_identifier, "RequestIdentity", lambda lora, media: RequestIdentity()):
+    with patch.object(request_identifier, "RequestIdentity", lambda *_: RequestIdentity()):
         answer(llm, CAT)
         forget_local(llm)
         mixed = answer(llm, DOG)

@@ -105,7 +105,7 @@ def test_power_an_adapter_left_out_of_the_key_is_seen(adapters: Adapters) -> Non
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert delta(cold[one], cold[other]) > VISIBLE
     forget(adapters.llm)
-    with patch.object(request_identifier, "RequestIdentity", lambda lora, media: RequestIdentity()):
+    with patch.object(request_identifier, "RequestIdentity", lambda *_: RequestIdentity()):
         adapters.answer(adapters.a)
         forget_local(adapters.llm)
         mixed = adapters.answer(adapters.b)

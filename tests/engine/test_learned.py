@@ -188,10 +188,10 @@ def test_whatever_a_file_says_an_engine_starts_and_learns(path: Path, data: st.D
         return
     assert found is not None
     costs = found.cost_model([KV])
-    for _ in range(3):
+    for turn in range(3):
         costs.compute.observe(100, 1000, 1e-2)
         costs.load.observe(Tier.SSD, {KV: 10_000}, 1e-3, while_computing=True)
-        costs.load.fade(Tier.SSD)
+        costs.load.fade(Tier.SSD, 10_000, 60.0 * turn)
     assert costs.compute.predict(10.0, 0.0) >= 0.0
     assert costs.load.predict(Tier.SSD, {KV: 1000}) >= 0.0
     times = ThinkTimes(pace=found.pace)

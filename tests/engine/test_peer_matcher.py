@@ -1,8 +1,21 @@
-"""`RetryLimit`: a request that claims a handoff costs the directory a limited number of lookups."""
+"""A request that claims a handoff costs few lookups, one with nothing to look up one match."""
 
 from __future__ import annotations
 
-from hetero_connector.engine.scheduler.peer_matcher import RetryLimit
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from hetero_connector.artifacts.chain import ChainHasher
+from hetero_connector.artifacts.layout import ArtifactLayout
+from hetero_connector.artifacts.record import ChunkRange, StoredChunk
+from hetero_connector.engine.scheduler.clearings import Clearings
+from hetero_connector.engine.scheduler.peer_matcher import PeerMatcher, RetryLimit
+from hetero_connector.engine.scheduler.request_identifier import PLAIN
+from hetero_connector.engine.scheduler.requests import RequestTracker
+from hetero_connector.metrics import Recorder
+from tests.clock import Clock
+from tests.engine.fakes import DENSE, FakeRequest
 
 STEP_S = 1e-3
 WAITED_S = 0.5
@@ -37,3 +50,35 @@ def test_the_first_retries_follow_fast_and_later_ones_do_not() -> None:
 def test_all_requests_together_have_a_limited_rate() -> None:
     lookups = Waiting().lookup_times(1_000)
     assert sum(len(times) - 1 for times in lookups) <= 50 + 200 * WAITED_S + 1
+
+
+class Shelf:
+    """A store without anything, which counts how often it is looked at."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def holdings(self, chunks: Sequence[ChunkRange]) -> list[StoredChunk]:
+        self.looks += 1
+        return []
+
+
+def test_a_request_with_nothing_to_look_up_is_matched_once_for_that() -> None:
+    """vLLM asks in every step while it has no pages for it. The prompt is shorter than a chunk."""
+    shelf, clock, fleet = Shelf(), Clock(0.0), SimpleNamespace(close=lambda: None)
+    layout: Any = ArtifactLayout(DENSE, 64)
+    matcher = PeerMatcher(layout, shelf, fleet, Recorder(), clock, 10.0)  # type: ignore[arg-type]
+    request: Any = FakeRequest("a", list(range(40)))
+    tracker = RequestTracker.of(request, ChainHasher(b"f" * 32, 64), PLAIN, Clearings())
+    tracker.grow()
+    for _ in range(3):
+        assert matcher.search(tracker, 0, 39)
+    assert shelf.looks == 1
+    assert matcher.search(tracker, 16, 39)
+    assert shelf.looks == 2, "the engine has more of it"
+    clock.passes(6.0)
+    assert matcher.search(tracker, 16, 39)
+    assert shelf.looks == 3, "something may have been evicted since"
+    matcher.forget(tracker)
+    assert matcher.search(tracker, 16, 39)
+    assert shelf.looks == 4

@@ -74,7 +74,7 @@ def test_the_log_line_is_made_for_people() -> None:
     recorder.set("heterocache_bytes", 250_000, tier="dram", state_type="window_swa")
     recorder.set("heterocache_io_alive", 1)
     recorder.add("heterocache_saved_bytes", 42_319_872.0, state_type="dense_kv")
-    recorder.add("heterocache_actions", 12, action="recompute_tail")
+    recorder.add("heterocache_replayed_tokens", 12)
     recorder.add("heterocache_decisions", 4, choice="load")
     recorder.add("heterocache_hit_tokens", 17_952.0, tier="dram")
     recorder.add("heterocache_hit_tokens", 48.0, tier="ssd")
@@ -155,14 +155,23 @@ def test_panels_of_native_offloading_show_what_was_moved() -> None:
             ("load_bytes", "", labels),
             ("load_time", "", labels),
             ("store_bytes", "", labels),
-            ("store_time", "", labels),
             ("total_bytes", "load", load),
             ("total_time", "load", load),
             ("total_bytes", "store", store),
-            ("total_time", "store", store),
         )
     }
-    assert list(found.values()) == [15, 0.75, 30, 2, 15, 0.75, 30, 2]
+    assert list(found.values()) == [15, 0.75, 30, 15, 0.75, 30]
+
+
+def test_the_time_that_a_save_takes_of_a_thread_is_not_called_a_transfers_time() -> None:
+    registry = CollectorRegistry()
+    prom(registry).observe(moved().drain() or {})
+    labels = {"model_name": "m", "engine": "0"}
+    found = registry.get_sample_value
+    assert found("heterocache_save_seconds_sum", labels) == 2
+    assert found("vllm:kv_offload_store_time_total", labels) is None
+    store = {"transfer_type": "GPU_to_CPU", **labels}
+    assert found("vllm:kv_offload_total_time_total", store) is None
 
 
 def test_the_names_of_native_offloading_are_those_of_vllm() -> None:

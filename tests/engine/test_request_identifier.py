@@ -269,6 +269,17 @@ def test_salt_embeddings_and_adapters_enter_the_keys(
     assert embedded[2] != flipped[2]
 
 
+def test_embeddings_are_digested_on_a_thread_of_their_own(identifier: RequestIdentifier) -> None:
+    """They may be hundreds of megabytes, which vLLM's scheduler must not wait for."""
+    ended = threading.Event()
+    identifier.media_thread.submit(ended.wait)
+    asked = request(prompt_embeds=torch.randn(1100, 8))
+    identifier.begin(asked)
+    assert identifier.identify(asked) is UnidentifiedReason.PENDING
+    ended.set()
+    assert isinstance(found(identifier, asked), RequestIdentity)
+
+
 @pytest.mark.parametrize("salt", [None, "ann"])
 @pytest.mark.parametrize("with_adapter", [False, True])
 def test_text_before_the_first_image_has_the_keys_of_the_text_alone(

@@ -204,9 +204,33 @@ def test_a_decision_without_a_load_is_recorded_as_computing(
     engine.step(b=1)
     payload = engine.recorder.drain() or {}
     counted = payload[COUNTERS]
-    decisions = {n for n in counted if n.startswith(("heterocache_decisions", "heterocache_act"))}
-    assert decisions == {
-        "heterocache_decisions{choice=compute}",
-        "heterocache_actions{action=RECOMPUTE_TAIL}",
-    }
+    decisions = {n for n in counted if n.startswith("heterocache_decisions")}
+    assert decisions == {"heterocache_decisions{choice=compute}"}
     assert "heterocache_reuse_benefit_seconds{kind=predicted}" not in payload[HISTOGRAMS]
+
+
+def test_what_another_request_is_reading_of_the_same_chain_is_no_queue(tmp_path: Path) -> None:
+    """Two agents with one prefix: the second would compute what is just being read."""
+    on_ssd(tmp_path).side.close()
+    engine = Engine(
+        DENSE, mode="cost", ssd_dir=tmp_path, ssd_bytes=1 << 20, spill_delay_s=0.0, run_io=False
+    )
+    read_s, end = 0.1 * LOAD_DEADLINE_S, 384
+    byte_s = read_s / engine.layout.artifact_bytes(KV, 0, end)
+    engine.costs.load = LoadModel([KV], {Tier.SSD: TierRates(0.0, {KV: byte_s}, byte_s)})
+    engine.costs.compute = ComputeRegression(ComputeCoefficients(0.0, 1.5 * read_s / end, 0.0))
+    for name in "abc":
+        assert engine.ask(FakeRequest(name, tokens(400))) is None
+        restore = engine.side._trackers[name].restore
+        assert restore is not None, name
+        assert restore.plan.boundary == end
+    wait = engine.side._trackers["c"].wait
+    assert wait is not None
+    assert wait.decision is not None
+    assert wait.decision.predicted.load_s == pytest.approx(read_s, rel=0.1)
+    engine.ask(FakeRequest("d", tokens(400, seed=5)))
+    other = engine.side._engine_load(engine.side._trackers["d"], [])
+    assert other.in_flight_bytes[Tier.SSD] == engine.layout.artifact_bytes(KV, 0, end)
+    assert engine.store.io_thread is not None
+    engine.store.io_thread.start()
+    engine.side.close()

@@ -12,6 +12,7 @@ import pytest
 
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.engine.messages import StepMetadata
+from hetero_connector.metrics import COUNTERS
 from hetero_connector.planner.checkpoints import (
     Adaptive,
     Boundary,
@@ -231,6 +232,33 @@ def test_chunks_it_did_not_have_to_compute_are_not_missed(engine_of: Engines) ->
     engine.run(FakeRequest("a", tokens(400)))
     assert engine.run(FakeRequest("b", [*tokens(300), *tokens(90, seed=8)])) == 128
     assert [x for x in policy.asked if x.missed_chunks] == [Boundary(4, missed_chunks=2)]
+
+
+@pytest.mark.parametrize(
+    ("model", "shared", "local", "asked", "resumed"),
+    [
+        (HYBRID, 300, 256, [Boundary(4, missed_chunks=4)], 256),
+        (HYBRID, 300, 272, [], 0),  # page 14, which the window before 256 needs, is not there
+        (LOCAL, 200, 208, [Boundary(3, missed_chunks=1)], 192),
+    ],
+    ids=["window", "recycled", "local"],
+)
+def test_an_end_of_a_match_that_the_engine_s_own_cache_passes_gets_a_checkpoint(
+    engine_of: Engines, model: ModelSpec, shared: int, local: int, asked: list[Boundary],
+    resumed: int,
+) -> None:  # fmt: skip
+    policy = Recording()
+    engine = engine_of(policy, model)
+    engine.run(FakeRequest("a", tokens(400)))
+    request = FakeRequest("b", [*tokens(shared), *tokens(90, seed=8)])
+    engine.admit(request, local=local)
+    recycled = 8 if model is LOCAL else local // 16 - 2
+    engine.tables.ids["b"][1][:recycled] = [0] * recycled
+    engine.step(b=shared + 90 - local)
+    engine.finish(request)
+    engine.step()
+    assert [x for x in policy.asked if x.missed_chunks] == asked
+    assert engine.run(FakeRequest("c", [*tokens(shared), *tokens(90, seed=9)])) == resumed
 
 
 def test_adaptive_learns_where_prompts_share_their_beginning(engine_of: Engines) -> None:
@@ -577,3 +605,35 @@ def test_only_a_handoff_is_stored_off_the_grid(engine_of: Engines) -> None:
     assert engine.finish(request) == 0
     engine.step()
     assert checkpoints(engine) == [128, 144]
+
+
+WINDOWS = ModelSpec((layer("swa", 0, SWA, window=32),), alignment=16)
+
+
+def test_a_chunk_that_finds_no_slot_is_counted_once_and_without_it_none_after_it_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first chunk's window is recycled before there is room, and it has nothing else."""
+    engine, request = Engine(WINDOWS, checkpoints=Full()), FakeRequest("a", tokens(400))
+
+    def failures() -> dict[str, float]:
+        counted = (engine.recorder.drain() or {}).get(COUNTERS, {})
+        return {k: n for k, n in counted.items() if "_failures" in k}
+
+    engine.admit(request)
+    with monkeypatch.context() as full:
+        full.setattr(engine.store.catalog.tiers, "take_dram", lambda artifact: None)
+        engine.step(a=64)
+        for _ in range(5):
+            engine.step(a=1)
+    assert failures() == {"heterocache_failures{cause=no_slot,tier=dram}": 1}
+    engine.tables.ids["a"][0][:4] = [0] * 4
+    for _ in range(5):
+        engine.step(a=60)
+    engine.finish(request)
+    engine.step()
+    assert failures() == {"heterocache_failures{cause=gone,tier=dram}": 1}
+    assert checkpoints(engine) == []
+    engine.run(FakeRequest("b", tokens(400, seed=2)))
+    assert len(checkpoints(engine)) == 7, "another request"
+    engine.side.close()

@@ -361,7 +361,7 @@ def test_a_request_that_runs_again_in_the_step_of_its_preemption_decodes(dense: 
     dense.report(dense.side.order_step(output))  # type: ignore[arg-type]
     request.num_computed_tokens = 201
     dense.ask(new := FakeRequest("b", tokens(50, seed=9)))
-    load = dense.side._engine_load(dense.side._trackers[new.request_id])
+    load = dense.side._engine_load(dense.side._trackers[new.request_id], [])
     assert (load.queued_tokens, load.running_decodes, load.waiting_tokens) == (0, 1, 0)
 
 

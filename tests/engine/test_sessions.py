@@ -209,11 +209,10 @@ def test_a_session_that_is_not_back_in_time_protects_nothing(turns: Turns) -> No
     put(turns, tokens(200))
     params = {"expected_back_s": 5}
     turns.turn(asking("a", tokens(200), session_id="s", kv_transfer_params=params))
-    (reading,) = turns.store.catalog.users._uses.values()
-    assert turns.now_s + 5 < reading.until_s < turns.now_s + 60
+    users = turns.store.catalog.users
+    assert turns.now_s + 5 < users.look_s < turns.now_s + 60
     turns.turn(asking("b", tokens(200), session_id="s"))
-    (reading,) = turns.store.catalog.users._uses.values()
-    assert reading.until_s == turns.now_s + sessions._PROTECTED_S, "without a hint nothing is known"
+    assert users.look_s == turns.now_s + sessions._PROTECTED_S, "without a hint nothing is known"
 
 
 def test_requests_without_a_session_are_left_alone(turns: Turns) -> None:
@@ -309,8 +308,7 @@ def test_no_hint_keeps_a_chain_for_longer_than_an_hour(turns: Turns) -> None:
     put(turns, prompt)
     params = {"expected_back_s": 86_400.0 * 30}
     session = turns.turn(asking("a", prompt, session_id="s", kv_transfer_params=params))
-    readings = turns.store.catalog.users._uses
-    assert readings[session].until_s <= turns.now_s + 3_600.0
+    assert turns.store.catalog.users.look_s <= turns.now_s + 3_600.0
     assert turns.expected[session].latest_s > turns.now_s + 86_400.0, "it is staged when it is due"
 
 

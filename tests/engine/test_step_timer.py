@@ -10,6 +10,7 @@ import pytest
 from hetero_connector.engine.messages import StepTiming, WorkerReport
 from hetero_connector.engine.worker.host_device import HostDevice, HostStopwatch
 from hetero_connector.engine.worker.step_timer import StepTimer
+from hetero_connector.metrics import HISTOGRAMS, Recorder
 
 
 class LateStopwatch:
@@ -50,7 +51,7 @@ class CountingClock:
 
 
 def test_a_step_without_loads_times_the_forward() -> None:
-    timer = StepTimer(HostDevice())
+    timer = StepTimer(HostDevice(), Recorder())
     timer.begin(7)
     timer.end()
     (timing,) = timer.take()
@@ -61,7 +62,7 @@ def test_a_step_without_loads_times_the_forward() -> None:
 
 
 def test_a_forward_is_not_timed_while_it_waits_for_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    timer, clock = StepTimer(HostDevice()), CountingClock()
+    timer, clock = StepTimer(HostDevice(), Recorder()), CountingClock()
     monkeypatch.setattr(time, "perf_counter", clock)
     timer.begin(8)
     go_on = timer.start_wait()
@@ -76,17 +77,34 @@ def test_a_forward_is_not_timed_while_it_waits_for_loads(monkeypatch: pytest.Mon
     assert timing.load_s == 3.0
 
 
-def test_a_step_without_an_order_is_not_timed() -> None:
-    timer = StepTimer(HostDevice())
-    timer.start_copies()()
-    timer.start_wait()()
+def seconds_of(recorder: Recorder) -> list[float]:
+    payload = recorder.drain()
+    assert payload is not None
+    samples: list[float] = payload[HISTOGRAMS]["heterocache_load_seconds{}"]
+    return samples
+
+
+def test_of_a_step_without_an_order_only_the_loads_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The cost model learns from chosen steps; the metric is of all."""
+    recorder = Recorder()
+    timer = StepTimer(HostDevice(), recorder)
+    monkeypatch.setattr(time, "perf_counter", CountingClock())
+    for copies in (2, 0, 3):
+        for _ in range(copies):
+            timer.start_copies()()
+        timer.start_wait()()
+        timer.end()
+    timer.begin(1)
     timer.end()
-    assert timer.take() == []
+    assert timer.take() == [StepTiming(1, 1.0, 0.0)]
+    assert seconds_of(recorder) == [2.0, 3.0]
 
 
 def test_a_slow_device_is_not_waited_for() -> None:
-    device = LateDevice()
-    timer = StepTimer(device)
+    device, recorder = LateDevice(), Recorder()
+    timer = StepTimer(device, recorder)
     timer.begin(1)
     timer.end()
     timer.begin(2)
@@ -94,8 +112,10 @@ def test_a_slow_device_is_not_waited_for() -> None:
     timer.start_copies()()
     timer.end()
     assert timer.take() == []
+    assert recorder.drain() is None
     device.done = True
     assert timer.take() == [StepTiming(1, 1.0, 0.0), StepTiming(2, 1.0, 2.0)]
+    assert seconds_of(recorder) == [2.0], "of the step that has loads"
 
 
 def test_stretches_of_a_stopwatch_add_up() -> None:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.known_peers import KnownPeers
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange, StoredChunk, Tier
@@ -22,7 +23,7 @@ from hetero_connector.metrics import Recorder
 from hetero_connector.spec import Family
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig, Wanted
-from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from hetero_connector.store.peers.ports import PeerAccess
 from tests.artifacts.whole_pages import LAYERS, TP_SIZES, model_of
 from tests.engine.ranks import CHUNK, NUM_BLOCKS, Ranks, whole_pages
 from tests.store.filling import wait

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -25,9 +27,10 @@ from hetero_connector.engine.startup.geometry import merge_stages
 from hetero_connector.engine.worker import worker_side
 from hetero_connector.engine.worker.host_device import HostDevice
 from hetero_connector.engine.worker.pages import HostPages
+from hetero_connector.engine.worker.step_outcome import StepOutcome
 from hetero_connector.engine.worker.worker_side import WorkerSide
 from hetero_connector.errors import LoadLostError, StoreError
-from hetero_connector.metrics import COUNTERS, Recorder
+from hetero_connector.metrics import COUNTERS, HISTOGRAMS, Recorder
 from hetero_connector.spec import ModelSpec, StateType
 from hetero_connector.store.arena import Arena, ArenaHandle
 from tests.engine.adversarial_device import AdversarialDevice
@@ -371,6 +374,28 @@ def test_a_failed_load_between_steps_is_reported_as_failed(
     assert worker.side.outcome.take_invalid_blocks() == set()
 
 
+def test_a_parked_load_is_reported_after_the_scheduler_side_lost_one_of_the_same_id(
+    worker: Worker,
+) -> None:
+    """vLLM uses ids again if it is told not to make them unique. Else the request would hang."""
+    worker.step(StepMetadata(lost=[LostLoad("r", [3, 4], parked=True)]))
+    assert worker.side.take_transfers() == ({"r"}, {"r"})
+    worker.step(StepMetadata(loads=[replace(load(64, [3, 4, 5, 6]), parked=True)]))
+    assert worker.side.take_transfers() == ({"r"}, set())
+
+
+def test_the_end_of_the_copies_of_a_lost_load_is_not_reported_but_the_next_one_is() -> None:
+    outcome = StepOutcome(Recorder(), recovers=True)
+    parked = replace(load(64, [3, 4, 5, 6]), parked=True)
+    with outcome.loading([parked]):
+        raise OSError("broken")
+    assert outcome.take_transfers() == ({"r"}, {"r"})
+    outcome.on_parked_load(parked)
+    assert outcome.take_transfers() == (set(), set())
+    outcome.on_parked_load(parked)
+    assert outcome.take_transfers() == ({"r"}, set())
+
+
 def test_a_lost_load_from_which_vllm_does_not_recover_ends_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -475,6 +500,34 @@ def test_a_step_that_is_never_ended_saves_nothing_and_the_next_one_goes_on(
     reported = report(worker)
     assert (dict(reported.saved), dict(reported.unsaved)) == ({2: 1}, {1: 1})
     assert values(worker.caches["draft"][[3, 4, 5, 6]]) == {STORED}
+
+
+def seconds(worker: Worker, name: str) -> list[float]:
+    payload = worker.recorder.drain()
+    assert payload is not None
+    samples: list[float] = payload[HISTOGRAMS].get(f"heterocache_{name}_seconds{{}}", [])
+    return samples
+
+
+def test_the_time_of_a_load_is_that_of_all_its_copies(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forward hides two of them, after the one of the page that it computes as well."""
+    monkeypatch.setattr(time, "perf_counter", count().__next__)
+    worker.step(StepMetadata(loads=[load(90, [3, 4, 5, 6, 7, 8])]))
+    assert not report(worker).timings, "the cost model did not ask"
+    assert seconds(worker, "load") == [3]
+
+
+def test_the_time_of_a_steps_saves_has_that_of_its_early_saves(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = [save(1, [1, 2, 3, 4])]
+    monkeypatch.setattr(time, "perf_counter", count().__next__)
+    worker.step(StepMetadata(early_saves=early))
+    assert seconds(worker, "save") == [1]
+    worker.step(StepMetadata(early_saves=early, saves=[save(2, [7, 8, 9, 10])]))
+    assert seconds(worker, "save") == [4], "one early, one for each layer, one for the rest"
 
 
 def test_loads_that_no_hook_starts_are_lost(worker: Worker) -> None:

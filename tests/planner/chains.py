@@ -16,11 +16,11 @@ from hetero_connector.artifacts.record import (
     Tier,
 )
 from hetero_connector.planner.compute_model import ComputeCoefficients, ComputeRegression
-from hetero_connector.planner.cost_model import CostModel, CostTerms, CostWeights
+from hetero_connector.planner.cost_model import CostModel, CostTerms
 from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.planner.plan import RestorePlan
 from hetero_connector.planner.planner import RestorePlanner
-from hetero_connector.planner.pricing import EngineLoad
+from hetero_connector.planner.pricing import HBM_S_PER_GIB_S, STALL_S_PER_S, EngineLoad
 from hetero_connector.spec import LayerSpec, ModelSpec, RestoreRule, StateType
 
 KV, SWA, LOCAL = StateType.DENSE_KV, StateType.WINDOW_SWA, StateType.CHUNKED_LOCAL
@@ -83,14 +83,12 @@ def costs_of(
     model: ModelSpec,
     compute: tuple[float, float, float] = (0.01, 1e-3, 1e-6),
     load: Mapping[Tier, TierRates] | None = None,
-    weights: CostWeights | None = None,
     step_tokens: int = 0,
 ) -> CostModel:
     """Costs that are known, not learned."""
     return CostModel(
         ComputeRegression(ComputeCoefficients(*compute)),
         LoadModel(model.state_types, load or {}),
-        weights or CostWeights(0.0, 0.0),
         step_tokens,
     )
 
@@ -167,7 +165,6 @@ class SlowPlanner:
         if staging_s or parked:  # it waits, so others go first
             ahead = self.load.queued_tokens + self.load.waiting_tokens
             waited_s = max(waited_s, self.costs.queue_s(ahead))
-        weights = self.costs.weights
         page_bytes = sum(
             x.page_stride_bytes / x.block_tokens
             for x in self.layout.model.layers
@@ -178,8 +175,8 @@ class SlowPlanner:
             queue_s,
             waited_s - queue_s + exposed_s,
             compute_s,
-            weights.stall * self.load.running_decodes * held_s,
-            weights.hbm_s_per_gib_s * gib * (exposed_s + compute_s),
+            STALL_S_PER_S * self.load.running_decodes * held_s,
+            HBM_S_PER_GIB_S * gib * (exposed_s + compute_s),
         )
 
     def _parks(self, exposed_s: float) -> bool:
@@ -189,7 +186,8 @@ class SlowPlanner:
 
     def _decode_step_s(self) -> float:
         decodes = self.load.running_decodes
-        return self.costs.delays().decode_step_s(decodes, 0.0) if decodes else 0.0
+        context = self.load.decoded_context
+        return self.costs.delays().decode_step_s(decodes, context) if decodes else 0.0
 
     def _seconds(self, tier: Tier, sizes: Mapping[StateType, float]) -> float:
         ahead_bytes = self.load.in_flight_bytes.get(tier, 0)

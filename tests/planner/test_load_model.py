@@ -141,19 +141,48 @@ def test_a_slow_tier_is_tried_again_after_its_evidence_has_faded() -> None:
     for _ in range(50):
         model.observe(Tier.SSD, {KV: 10**8}, 5.0)
     assert model.predict(Tier.SSD, {KV: 10**8}) > 4.5
-    for _ in range(3000):
-        model.fade(Tier.SSD)
+    for minute in range(30):
+        model.fade(Tier.SSD, 10**8, 60.0 * minute)
     assert model.predict(Tier.SSD, {KV: 10**8}) == pytest.approx(fast, rel=0.01)
 
 
 def test_a_tier_with_a_slow_profile_is_tried_again() -> None:
     model = LoadModel([KV], {Tier.SSD: TierRates(0.5, {KV: 1e-6}, 1e-6)})
     assert model.predict(Tier.SSD, {KV: 10**8}) == pytest.approx(100.5)
-    for _ in range(3000):
-        model.fade(Tier.SSD)
+    for minute in range(30):
+        model.fade(Tier.SSD, 10**8, 60.0 * minute)
     assert model.predict(Tier.SSD, {KV: 10**8}) == pytest.approx(
         LoadModel([KV]).predict(Tier.SSD, {KV: 10**8}), rel=0.01
     )
+
+
+def test_small_loads_that_are_declined_leave_what_large_ones_taught() -> None:
+    """For an hour, many a second; then one large load is an outlier."""
+    model = LoadModel([KV])
+    for _ in range(200):
+        model.observe(Tier.SSD, {KV: 10**8}, 0.5)
+    for tenth in range(36_000):
+        model.fade(Tier.SSD, 10**5, 0.1 * tenth)
+    model.observe(Tier.SSD, {KV: 10**8}, 50.0)
+    assert model.predict(Tier.SSD, {KV: 10**8}) == pytest.approx(0.5, rel=0.1)
+
+
+def test_a_tier_fades_by_the_minutes_without_a_load_not_by_the_refusals() -> None:
+    model = LoadModel([KV])
+
+    def refused(begun_s: float, seconds: float) -> None:
+        for tenth in range(int(10 * seconds) + 1):
+            model.fade(Tier.SSD, 10**8, begun_s + 0.1 * tenth)
+
+    for _ in range(3):
+        model.observe(Tier.SSD, {KV: 10**8}, 5.0)
+    refused(0.0, 59.0)
+    model.observe(Tier.SSD, {KV: 10**8}, 5.0)
+    slow = model.rates(Tier.SSD)
+    refused(60.0, 59.0)
+    assert model.rates(Tier.SSD) is slow, "no minute without a load"
+    refused(119.0, 20 * 60.0)
+    assert model.predict(Tier.SSD, {KV: 10**8}) < 1.0
 
 
 def test_a_type_measured_as_free_is_learned_later() -> None:

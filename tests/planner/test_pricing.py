@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hetero_connector.artifacts.record import Tier
-from hetero_connector.planner.cost_model import CostModel, CostTerms, CostWeights
+from hetero_connector.planner.cost_model import CostModel, CostTerms
 from hetero_connector.planner.decision import RestoreCandidate, RestoreDecision
 from hetero_connector.planner.planner import RestorePlanner
 from hetero_connector.planner.pricing import EngineLoad, Parking
@@ -46,7 +46,7 @@ def candidates(
 
 
 def approx(*terms: float) -> CostTerms:
-    return CostTerms(*(pytest.approx(x) for x in terms))
+    return CostTerms(*(pytest.approx(x, abs=1e-6) for x in terms))  # pages of kilobytes cost less
 
 
 def test_nothing_is_the_prefill_of_all_tokens() -> None:
@@ -170,21 +170,21 @@ def test_waiting_requests_go_first_only_if_this_one_waits_too(parking: Parking) 
 def test_decodes_are_delayed_by_compute_and_by_loads_that_do_not_park(
     share: float, parking: Parking
 ) -> None:
-    costs = costs_of(DENSE, load={Tier.DRAM: rates(5.0, 0.0)}, weights=CostWeights(0.02, 0.0))
+    costs = costs_of(DENSE, load={Tier.DRAM: rates(5.0, 0.0)})
     busy = EngineLoad(running_decodes=3, hidden_share=share, parking=parking)
     nothing, one = candidates(costs, [Tier.DRAM], busy)
-    assert nothing.terms.stall_s == pytest.approx(0.06 * nothing.terms.compute_s)
+    assert nothing.terms.stall_s == pytest.approx(0.03 * nothing.terms.compute_s)
     held_s = one.terms.compute_s + (one.terms.load_s if parking == "never" else 0.0)
-    assert one.terms.stall_s == pytest.approx(0.06 * held_s)
+    assert one.terms.stall_s == pytest.approx(0.03 * held_s)
     assert one.terms.load_s > 4.9
 
 
 def test_kv_pages_cost_by_gib_and_second() -> None:
-    costs = costs_of(DENSE, load=DRAM, weights=CostWeights(0.0, 3.0))
+    costs = costs_of(DENSE, load=DRAM)
     nothing, one = candidates(costs, [Tier.DRAM], EngineLoad(parking="always"))
     gib = 1000 * 1024 / 16 / 2**30
-    assert nothing.terms.hbm_s == pytest.approx(3 * gib * nothing.terms.compute_s)
-    assert one.terms.hbm_s == pytest.approx(3 * gib * (one.terms.compute_s + one.terms.load_s))
+    assert nothing.terms.hbm_s == pytest.approx(0.001 * gib * nothing.terms.compute_s)
+    assert one.terms.hbm_s == pytest.approx(0.001 * gib * (one.terms.compute_s + one.terms.load_s))
 
 
 def test_the_total_and_the_time_to_first_token_are_sums() -> None:
@@ -224,6 +224,22 @@ def test_while_decoding_staging_takes_half_a_step_and_is_noticed_half_a_step_lat
     short = costs_of(DENSE, load={Tier.SSD: rates(0.001, 1e-12), **DRAM})
     busy = candidates(short, [Tier.SSD], EngineLoad(running_decodes=4))[-1].terms.load_s
     assert busy - in_dram[1] == pytest.approx(0.014, abs=1e-6), "no sooner than a whole step"
+
+
+def test_decodes_of_long_contexts_take_longer_so_more_is_hidden_and_less_parks() -> None:
+    """A step of 4 decodes over 100,000 tokens takes 10 ms + 4 x 1 ms + 100,000 x 1 us."""
+    costs = costs_of(DENSE, load={Tier.SSD: rates(0.0, 1e-12), Tier.DRAM: rates(0.05, 0.0)})
+    near, far = (
+        EngineLoad(running_decodes=4, parking="long", decoded_context=context, hidden_share=0.0)
+        for context in (0, 100_000)
+    )
+    from_ssd = [candidates(costs, [Tier.SSD], load)[-1].terms.load_s for load in (near, far)]
+    planner = RestorePlanner(layout_of(DENSE), costs, "always_load")
+    chain = chain_of([in_tier(Tier.DRAM, KV)])
+    plans = [planner.plan(chain, 0, 999, 1000, load).plan for load in (near, far)]
+    assert [plan.parked for plan in plans if plan] == [True, False], "50 ms to pages"
+    # Staged in a step, noticed half a step later. The first one parks for half a step more.
+    assert from_ssd == pytest.approx([0.014 + 0.05 + 0.007, 0.114 + 0.05], abs=1e-5)
 
 
 def test_a_load_that_delays_decodes_by_more_than_a_step_parks_the_request() -> None:

@@ -20,7 +20,6 @@ from hetero_connector.planner.compute_model import (
 )
 from hetero_connector.planner.cost_model import (
     CostModel,
-    CostWeights,
     HandoffCost,
     RequestOverhead,
 )
@@ -113,7 +112,7 @@ def test_a_written_profile_starts_a_new_cost_model(tmp_path: Path) -> None:
     assert profile.compute_error is not None
     assert profile.compute_error.samples == 30
     assert profile.load.keys() == profile.load_errors.keys() == {Tier.SSD}
-    again = profile.cost_model([KV, SWA], CostWeights(0.5, 0.25), step_tokens=2048)
+    again = profile.cost_model([KV, SWA], step_tokens=2048)
     assert again.compute.predict(500, 0) == pytest.approx(costs.compute.predict(500, 0))
     sizes = {KV: 10**7}
     assert profile.interference_error is not None
@@ -122,7 +121,7 @@ def test_a_written_profile_starts_a_new_cost_model(tmp_path: Path) -> None:
     assert (again.overhead, again.handoff) == (costs.overhead, costs.handoff)
     expected = costs.load.predict(Tier.SSD, sizes, 10**6)
     assert again.load.predict(Tier.SSD, sizes, 10**6) == pytest.approx(expected)
-    assert (again.weights.stall, again.step_tokens) == (0.5, 2048)
+    assert again.step_tokens == 2048
 
 
 def test_the_size_of_a_step_is_kept_unless_another_is_given() -> None:
@@ -131,7 +130,7 @@ def test_the_size_of_a_step_is_kept_unless_another_is_given() -> None:
     assert read(document).cost_model([KV]).step_tokens == 2048
     assert read(document).cost_model([KV], step_tokens=512).step_tokens == 512
     del document["step_tokens"]
-    assert read(document).cost_model([KV]).step_tokens == 0, "earlier releases do not tell it"
+    assert read(document).cost_model([KV]).step_tokens == 0, "not told"
 
 
 def test_a_cost_model_without_samples_can_be_written() -> None:
@@ -275,9 +274,3 @@ def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="it is not JSON"):
         CostProfile.read(tmp_path / "binary")
-
-
-@pytest.mark.parametrize("weights", [(-1.0, 0.0), (0.0, float("nan")), (float("inf"), 0.0)])
-def test_weights_are_finite_and_not_negative(weights: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="weights"):
-        CostWeights(*weights)

@@ -259,3 +259,14 @@ def test_conversations_are_not_mixed_and_memory_is_bounded(
         assert owner.setdefault(conversation, who) == who
         assert len(talk.conversations) <= capacity
         assert all(len(x) <= 8 for x in talk.conversations._turns.values())
+
+
+def test_one_client_s_wrong_hints_hardly_move_what_others_hints_mean() -> None:
+    """It says "at once" and comes back after half a minute."""
+    times = ThinkTimes()
+    for turn in range(300):
+        times.on_turn_start("wrong", 30.0 * turn)
+        times.on_turn_end("wrong", 30.0 * turn, hint_s=0.0)
+    expected = times.on_turn_end("right", 1e6, hint_s=60.0)
+    assert expected is not None
+    assert expected.latest_s <= 1e6 + 5 * 60.0

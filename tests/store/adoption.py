@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.known_peers import KnownPeers
 from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
 from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig, Wanted
 from hetero_connector.store.catalog.restore import Restore
-from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.store.ssd.space import model_directory
 from tests.clock import Clock
 from tests.store.filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, Bench, chain, put, wait

@@ -12,10 +12,10 @@ import time
 
 import numpy as np
 
+from benchmarks.known_peers import KnownPeers
 from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
 from hetero_connector.store.base import Wanted
-from hetero_connector.store.peers.ports import KnownPeers
 from tests.store.filling import forget_all
 from tests.store.peer_engine import BIG, CHUNKS, Writer, open_store, right
 

@@ -11,12 +11,13 @@ from multiprocessing.connection import Connection
 import numpy as np
 import psutil
 
+from benchmarks.known_peers import KnownPeers
 from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
-from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from hetero_connector.store.peers.ports import PeerAccess
 from tests.store.filling import CHUNK, DENSE, FINGERPRINT, WINDOW, chain, contents, forget_all
 from tests.waiting import until
 

@@ -226,6 +226,9 @@ def test_a_file_system_that_hangs_costs_a_deadline_and_its_slots_stay_in_quarant
     restore = survivor.begin(left)
     until(lambda: len(begun) == 1)
     assert survivor.store.reading_bytes == {Tier.SSD: 3 * sum(SIZES.values())}, "no peer is read"
+    assert set(survivor.store.bytes_ahead_of([]).values()) == {0}, "it is not our own SSD"
+    survivor.store.catalog.loads.read_pace.most_bytes = 1
+    assert not survivor.store.catalog.loads.is_congested
     assert not restore.poll()
     survivor.clock.passes(PEER_DEADLINE_S)
     wait(restore)

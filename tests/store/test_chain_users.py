@@ -28,7 +28,7 @@ LONG_S = 1e6
 
 class Clocked(ClockedStore):
     def reads(self, session: str, chunks: Sequence[ChunkRange], for_s: float = LONG_S) -> None:
-        self.store.protect_chain(session, (chunks[-1].key,), self.clock() + for_s)
+        self.store.retention.protect_chain(session, (chunks[-1].key,), self.clock() + for_s)
 
     def users(self, chunk: ChunkRange) -> int:
         return self.store.catalog.tiers.index.nodes[chunk.key].users
@@ -108,9 +108,11 @@ def test_where_every_chain_has_users_the_oldest_leaves_and_nothing_hangs(clocked
 def test_many_users_of_one_tenant_leave_the_chain_of_another_protected(clocked: Clocked) -> None:
     clocked.store.catalog.users._shares = FairShares(20)
     put(clocked.store, [*TRUNK, *OTHER])
-    clocked.store.protect_chain("ann", (TRUNK[-1].key,), clocked.clock() + LONG_S, b"ann")
+    clocked.store.retention.protect_chain("ann", (TRUNK[-1].key,), clocked.clock() + LONG_S, b"ann")
     for number in range(100):
-        clocked.store.protect_chain(number, (OTHER[-1].key,), clocked.clock() + LONG_S, b"eve")
+        clocked.store.retention.protect_chain(
+            number, (OTHER[-1].key,), clocked.clock() + LONG_S, b"eve"
+        )
     assert clocked.users(TRUNK[-1]) == 1
     assert clocked.users(OTHER[-1]) == 19
 

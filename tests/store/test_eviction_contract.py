@@ -14,7 +14,7 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import EvictionName
 from hetero_connector.store.catalog import eviction
 from hetero_connector.store.catalog.evictability import Evictability
-from hetero_connector.store.catalog.eviction import EvictionPolicy, LeafLru, Lru, Value, make_policy
+from hetero_connector.store.catalog.eviction import EvictionPolicy, LeafLru, Value, make_policy
 from hetero_connector.store.catalog.nodes import Artifact, Life, Node
 from hetero_connector.store.catalog.seconds_saved import (
     SecondsSaved,
@@ -25,7 +25,6 @@ from hetero_connector.store.catalog.seconds_saved import (
 NAMES: tuple[EvictionName, ...] = get_args(EvictionName)
 POLICIES: dict[EvictionName, type[EvictionPolicy]] = {
     "leaf_lru": LeafLru,
-    "lru": Lru,
     "value": Value,
 }
 
@@ -174,11 +173,9 @@ class Trial:
             return
         assert victim in free
         leaves = [a for a in free if self.evictability[a] is Evictability.FREE]
-        if not isinstance(self.policy, Lru) and leaves:
-            assert victim in leaves
+        assert victim in (leaves or free)
         if not isinstance(self.policy, Value):
-            among = free if isinstance(self.policy, Lru) or not leaves else leaves
-            assert eviction.recency(victim) == min(map(eviction.recency, among))
+            assert eviction.recency(victim) == min(map(eviction.recency, leaves or free))
         self.offered.remove(victim)
 
 
@@ -199,8 +196,8 @@ def test_a_victim_is_offered_free_and_first_in_order_however_it_came_about(
     assert again.popped == trial.popped, "the same calls, other victims"
 
 
-@pytest.mark.parametrize("policy", ["lru", "leaf_lru"], indirect=True)
-def test_lru_pops_the_least_recently_used_by_its_recency_now(policy: EvictionPolicy) -> None:
+def test_lru_pops_the_least_recently_used_by_its_recency_now() -> None:
+    policy = LeafLru()
     a, b, c = (artifact(last_used=i) for i in (1, 2, 3))
     for x in (c, a, b):
         policy.offer(x)
@@ -208,15 +205,14 @@ def test_lru_pops_the_least_recently_used_by_its_recency_now(policy: EvictionPol
     assert [policy.pop(leaf) for _ in range(3)] == [b, c, a]
 
 
-@pytest.mark.parametrize("policy", ["lru", "leaf_lru"], indirect=True)
-def test_lru_pops_the_deepest_of_equally_recent_ones(policy: EvictionPolicy) -> None:
+def test_lru_pops_the_deepest_of_equally_recent_ones() -> None:
+    policy = LeafLru()
     shallow, deep = artifact(end=256), artifact(end=1024)
     policy.offer(shallow)
     policy.offer(deep)
     assert policy.pop(leaf) is deep
 
 
-@pytest.mark.parametrize("policy", ["leaf_lru", "value"], indirect=True)
 def test_backed_ones_are_taken_only_when_there_is_no_leaf(policy: EvictionPolicy) -> None:
     backed, young_leaf = artifact(last_used=1), artifact(last_used=5)
     evictability = {backed: Evictability.BACKED, young_leaf: Evictability.FREE}
@@ -226,15 +222,6 @@ def test_backed_ones_are_taken_only_when_there_is_no_leaf(policy: EvictionPolicy
         assert policy.pop(evictability.__getitem__) is young_leaf
     assert policy.pop(evictability.__getitem__) is backed
     assert policy.pop(evictability.__getitem__) is None
-
-
-def test_lru_takes_the_oldest_though_something_rests_on_it() -> None:
-    policy = Lru()
-    backed, leaf = artifact(last_used=1), artifact(last_used=5)
-    evictability = {backed: Evictability.BACKED, leaf: Evictability.FREE}
-    policy.offer(backed)
-    policy.offer(leaf)
-    assert policy.pop(evictability.__getitem__) is backed
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,10 +5,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
+from benchmarks.known_peers import KnownPeers
 from hetero_connector.artifacts.record import ArtifactId, Tier
 from hetero_connector.store.catalog.evictability import Evictability, evictability
 from hetero_connector.store.catalog.nodes import Artifact, Node
-from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from hetero_connector.store.peers.ports import PeerAccess
 from tests.store.filling import DENSE, ids_of
 from tests.store.test_store_machine import DEPTH, TRUNKS, StoreMachine, chains
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers

@@ -36,7 +36,7 @@ class Clocked(ClockedStore):
         self.store.expire_due()
 
     def protect(self, chunks: Sequence[ChunkRange], seconds: float = 1e6) -> None:
-        self.store.protect_chain("ann", (chunks[-1].key,), self.clock() + seconds)
+        self.store.retention.protect_chain("ann", (chunks[-1].key,), self.clock() + seconds)
 
 
 @pytest.fixture
@@ -105,8 +105,8 @@ def test_what_a_fork_kept_leaves_first_with_what_follows_it(
     monkeypatch.setattr(lifetimes, "_AT_ONCE", most_at_once)
     clocked, long, fork = Clocked(dram_chunks=8), chain("a", 4), chain("fork", 2)
     put(clocked.store, [*B, *long])
-    clocked.store.protect_chain("parent", (long[0].key,), clocked.clock() + parent_s)
-    clocked.store.protect_chain("fork", (long[1].key,), clocked.clock() + 5)
+    clocked.store.retention.protect_chain("parent", (long[0].key,), clocked.clock() + parent_s)
+    clocked.store.retention.protect_chain("fork", (long[1].key,), clocked.clock() + 5)
     clocked.limit(long, is_forgotten=False)
     clocked.clock.passes(7.0)
     clocked.store.expire_due()
@@ -123,7 +123,7 @@ def test_what_a_fork_kept_leaves_first_with_what_follows_it(
 def test_what_was_used_meanwhile_does_not_leave_first_with_what_a_fork_kept() -> None:
     clocked, long = Clocked(dram_chunks=6), chain("a", 4)
     put(clocked.store, [*B, *long])
-    clocked.store.protect_chain("fork", (long[1].key,), clocked.clock() + 5)
+    clocked.store.retention.protect_chain("fork", (long[1].key,), clocked.clock() + 5)
     clocked.limit(long, is_forgotten=False)
     begin(clocked.store, ids_of(long[2:])).release()
     clocked.clock.passes(7.0)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.known_peers import KnownPeers
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange, Tier
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.catalog import writes
 from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
-from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.store.ssd.space import model_directory
 from hetero_connector.tools.inspection import inspect_model
 from hetero_connector.tools.verification import verify_model

@@ -11,13 +11,14 @@ from unittest.mock import patch
 
 import pytest
 
+from benchmarks.known_peers import KnownPeers
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange
 from hetero_connector.errors import StoreError
 from hetero_connector.metrics import GAUGES
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Wanted
 from hetero_connector.store.catalog.restore import Restore
-from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.store.ssd import health, journal_rows, reader
 from hetero_connector.store.ssd import writer as spilling
 from hetero_connector.store.ssd.directory import SsdDirectory

@@ -21,13 +21,13 @@ import numpy as np
 import psutil
 import pytest
 
+from benchmarks.known_peers import KnownPeers
 from hetero_connector import machine
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange, StoredChunk, Tier
 from hetero_connector.errors import ConfigError
 from hetero_connector.store.arena import Arena
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Wanted
-from hetero_connector.store.peers.ports import KnownPeers
 from hetero_connector.tools.verification import verify_model
 from tests.store.filling import chain, wait
 from tests.store.memory_group import MemoryGroup, memory_group, why_no_groups

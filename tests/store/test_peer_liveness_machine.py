@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
+from benchmarks.known_peers import KnownPeers
 from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange, StoredChunk, Tier
 from hetero_connector.errors import TransferError
@@ -24,7 +25,7 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, StoreConfig, Wanted
 from hetero_connector.store.catalog.loads import Load
-from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.store.peers.reader import ARENA, PeerReads
 from hetero_connector.transfer.peer_base import PeerExtent
 from tests.store.filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, chain, fill

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import pytest
 
+from benchmarks.known_peers import KnownPeers
 from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Wanted
 from hetero_connector.store.catalog.restore import Restore
-from hetero_connector.store.peers.ports import KnownPeers
 from tests.store.filling import chain, forget_all, wait
 from tests.store.peer_engine import BIG, CHUNKS, Writer, engines, open_store, right
 from tests.waiting import until

@@ -8,10 +8,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from benchmarks.known_peers import KnownPeers
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure
-from hetero_connector.store.peers.ports import KnownPeers
 from tests.store.filling import chain, forget_all
 from tests.store.peer_engine import BIG, Engine, Writer, open_store, right
 from tests.store.test_peer_processes import check_bytes, fetch

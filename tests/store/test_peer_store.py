@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.known_peers import KnownPeers
 from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import ArtifactId, StoredChunk, Tier
 from hetero_connector.errors import PeerError, StoreError
@@ -17,7 +18,7 @@ from hetero_connector.store.base import Failure, StoreConfig, Wanted
 from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.catalog.slot_geometry import SlotGeometry
 from hetero_connector.store.peers.card import PeerCard
-from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.store.peers.slot_table import SlotTable, table_bytes
 from hetero_connector.transfer.peer_base import PeerExtent
 from hetero_connector.transfer.shared_memory import SharedMemory
@@ -194,9 +195,9 @@ def test_a_replica_is_told_as_one_and_leaves_as_one(fleet: Fleet, owner: Artifac
     small = fleet.open(9, dram_chunks=4)
     restore = wait(fetch(small, exports(owner, 8)))
     restore.release()
-    told = {(c.chunk.key, c.state_type): c.copy for c in small.sharing.take_exports()}
+    told = {(c.chunk.key, c.state_type): c for c in small.sharing.take_exports()}
     assert len(told) == 8
-    assert all(copy is not None and copy.replica for copy in told.values())
+    assert all(c.copy is not None and not c.token for c in told.values()), "another owns them"
     other = chain("b", 4)
     put(small, other)
     gone = {c.chunk.key for c in small.sharing.take_exports() if c.copy is None}

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from benchmarks.known_peers import KnownPeers
 from hetero_connector.metrics import COUNTERS, Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
-from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from hetero_connector.store.peers.ports import PeerAccess
 from tests.store.filling import (
     CHUNK,
     CHUNK_BYTES,

@@ -10,13 +10,14 @@ from unittest.mock import patch
 
 import pytest
 
+from benchmarks.known_peers import KnownPeers
 from hetero_connector.artifacts.copies import ExportChange
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange
 from hetero_connector.metrics import Recorder
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig
 from hetero_connector.store.catalog import writes
-from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.store.peers.sharing import Sharing
 from tests.store.filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, Disk, chain, ids_of, put
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
@@ -211,8 +212,8 @@ def test_a_reader_is_told_with_the_ends_of_each_owners_part_of_its_chain(
 ) -> None:
     put(store, CHUNKS)
     sharing(store).resolve_claims(dict.fromkeys(ids_of(CHUNKS[2:]), 4), ids_of(CHUNKS[:2]))
-    store.protect_chain(b"\x0a", (CHUNKS[2].key,), 1e9)
-    store.protect_chain(7, (CHUNKS[1].key,), 1e9)
+    store.retention.protect_chain(b"\x0a", (CHUNKS[2].key,), 1e9)
+    store.retention.protect_chain(7, (CHUNKS[1].key,), 1e9)
     assert sharing(store).take_changed_users() == {
         "0a": (CHUNKS[2].key, CHUNKS[1].key),
         "7": (CHUNKS[1].key,),

@@ -50,7 +50,7 @@ def has(catalog: Catalog, chunks: Sequence[ChunkRange], kind: StateType) -> list
 
 
 def use(catalog: Catalog, chunks: Sequence[ChunkRange], *kinds: StateType) -> None:
-    found = catalog.match(chunks)
+    found = catalog.tiers.index.match(chunks)
     catalog.end_restore(catalog.begin_restore([Wanted(kind, found) for kind in kinds], {}))
 
 
@@ -80,7 +80,7 @@ def test_32_gib_hold_a_long_prompt_with_one_checkpoint(name: str) -> None:
     chunks = chain("prompt", tokens // layout.chunk_tokens)
     put(catalog, chunks[:-1], prefix)
     put(catalog, chunks[-1:], layout.max_bytes)
-    assert len(catalog.match(chunks)) == len(chunks)
+    assert len(catalog.tiers.index.match(chunks)) == len(chunks)
 
 
 def test_space_that_one_type_leaves_is_the_others(small: Catalog) -> None:
@@ -120,10 +120,10 @@ def test_state_that_is_newer_keeps_its_zone(small: Catalog) -> None:
 def test_pinned_state_of_another_type_keeps_its_zone(small: Catalog) -> None:
     old = chain("old", 3)
     put(small, old, SIZES)
-    found = small.match(old)
+    found = small.tiers.index.match(old)
     restore = small.begin_restore([Wanted(WINDOW, found), Wanted(DENSE, found)], {})
     put(small, chain("new", 5), {DENSE: 9_000})
-    held = small.begin_restore([Wanted(DENSE, small.match(chain("new", 5)))], {})
+    held = small.begin_restore([Wanted(DENSE, small.tiers.index.match(chain("new", 5)))], {})
     assert small.reserve(chain("more", 1)[0], {DENSE: 9_000}) is Failure.NO_SLOT
     small.end_restore(restore)
     put(small, chain("more", 1), {DENSE: 9_000})
@@ -134,7 +134,7 @@ def test_pinned_state_of_another_type_keeps_its_zone(small: Catalog) -> None:
 def test_every_type_has_a_slot_whatever_the_others_need(small: Catalog) -> None:
     chunks = chain("a", 9)
     put(small, chunks, {DENSE: 9_000})
-    pinned = small.begin_restore([Wanted(DENSE, small.match(chunks))], {})
+    pinned = small.begin_restore([Wanted(DENSE, small.tiers.index.match(chunks))], {})
     for name in "bcd":
         put(small, chain(name, 1), {WINDOW: 3_000})
     assert has(small, chain("d", 1), WINDOW) == [True]
@@ -148,7 +148,7 @@ def test_a_slot_costs_a_bounded_number_of_evictions(monkeypatch: pytest.MonkeyPa
     small = catalog_of(SlotGeometry(1, {DENSE: 24_576, WINDOW: 4_096}, 24_576, 24_576))
     put(small, [chain(f"w{i}", 1)[0] for i in range(7)], {WINDOW: 3_000})
     put(small, chain("a", 1), {DENSE: 24_000})
-    pinned = small.begin_restore([Wanted(DENSE, small.match(chain("a", 1)))], {})
+    pinned = small.begin_restore([Wanted(DENSE, small.tiers.index.match(chain("a", 1)))], {})
     assert small.reserve(chain("b", 1)[0], {DENSE: 24_000}) is Failure.NO_SLOT
     assert small.tiers.dram.num_used(WINDOW) == 3
     put(small, chain("b", 1), {DENSE: 24_000})
@@ -176,7 +176,7 @@ def test_what_is_saved_at_once_lies_in_neighbouring_slots() -> None:
     assert pieces <= 12, "eight saves, and a few that cross from one zone to another"
 
 
-@pytest.mark.parametrize("eviction", ["leaf_lru", "lru", "value"])
+@pytest.mark.parametrize("eviction", ["leaf_lru", "value"])
 def test_a_change_of_traffic_moves_the_space(eviction: EvictionName) -> None:
     """Long prompts with few checkpoints, then short ones with many, then long ones again."""
     catalog = catalog_of(
@@ -221,7 +221,7 @@ def test_a_checkpoint_does_not_evict_the_chunk_that_it_belongs_to(small: Catalog
     put(small, chain("old", 1), {DENSE: 9_000})
     put(small, others, {DENSE: 9_000})
     put(small, chain("windows", 1), {WINDOW: 3_000})
-    held = small.begin_restore([Wanted(WINDOW, small.match(chain("windows", 1)))], {})
+    held = small.begin_restore([Wanted(WINDOW, small.tiers.index.match(chain("windows", 1)))], {})
     put(small, chain("old", 1), {WINDOW: 3_000})
     assert has(small, chain("old", 1), DENSE) == has(small, chain("old", 1), WINDOW) == [True]
     assert has(small, others, DENSE) == [True] * 7 + [False]
@@ -249,7 +249,7 @@ def test_whatever_is_saved_no_slot_is_lost(
         save = catalog.reserve(chunks[at], missing) if missing else None
         if isinstance(save, Save):
             (catalog.seal if is_sealed else catalog.abandon)(save)
-        if is_used and (found := catalog.match(chunks)):
+        if is_used and (found := catalog.tiers.index.match(chunks)):
             held = [x for x in found if DENSE in x.tiers]
             catalog.end_restore(catalog.begin_restore([Wanted(DENSE, held)], {}))
         catalog.check_integrity()

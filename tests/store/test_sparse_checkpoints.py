@@ -19,7 +19,7 @@ def turn(store: ArtifactStore, chunks: list[ChunkRange]) -> None:
     put(store, chunks[-1:])
 
 
-@pytest.mark.parametrize("eviction", ["leaf_lru", "lru", "value"])
+@pytest.mark.parametrize("eviction", ["leaf_lru", "value"])
 def test_a_full_dram_tier_goes_on_taking_new_sessions(eviction: str) -> None:
     store = Bench(None).open(dram_chunks=8, eviction=eviction)
     for number in range(10):
@@ -31,7 +31,7 @@ def test_a_full_dram_tier_goes_on_taking_new_sessions(eviction: str) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("eviction", ["leaf_lru", "lru", "value"])
+@pytest.mark.parametrize("eviction", ["leaf_lru", "value"])
 def test_a_full_ssd_tier_goes_on_taking_new_sessions(eviction: str, tmp_path: Path) -> None:
     bench = Bench(tmp_path / "ssd", Disk())
     store = bench.open(dram_chunks=8, ssd_chunks=12, eviction=eviction)

@@ -19,7 +19,8 @@ CHILD = """
 import sys
 from pathlib import Path
 from tests.store.filling import DENSE, SIZES, Bench, chain, ids_of, put
-from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from benchmarks.known_peers import KnownPeers
+from hetero_connector.store.peers.ports import PeerAccess
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 theirs, network = int(sys.argv[3]), MemoryNetwork()
 peers = PeerAccess(KnownPeers(), lambda regions: MemoryPeers(network, regions))

@@ -254,7 +254,7 @@ class StoreMachine(RuleBasedStateMachine):
         leaves = [chunk.key for chunk in reversed(TRUNKS[name][:depth])]
         if priority == "high":
             until_s = self.bench.clock() + 1e9
-            self.store.protect_chain(name, leaves, until_s, name[0].encode())
+            self.store.retention.protect_chain(name, leaves, until_s, name[0].encode())
         else:
             self.store.retention.retire_session(name, leaves)
             self.pinned.pop(name, None)
@@ -389,10 +389,6 @@ class VerifyAllMachine(StoreMachine):
     verify = "all"
 
 
-class LruMachine(StoreMachine):
-    eviction = "lru"
-
-
 class ValueMachine(StoreMachine):
     eviction = "value"
 
@@ -456,7 +452,6 @@ for machine, examples in (
     (StoreMachine, 40),
     (DramMachine, 40),
     (VerifyAllMachine, 15),
-    (LruMachine, 15),
     (ValueMachine, 15),
     (DramValueMachine, 15),
     (BudgetMachine, 25),
@@ -468,7 +463,6 @@ for machine, examples in (
 TestStoreMachine = StoreMachine.TestCase
 TestDramMachine = DramMachine.TestCase
 TestVerifyAllMachine = VerifyAllMachine.TestCase
-TestLruMachine = LruMachine.TestCase
 TestValueMachine = ValueMachine.TestCase
 TestDramValueMachine = DramValueMachine.TestCase
 TestBudgetMachine = BudgetMachine.TestCase

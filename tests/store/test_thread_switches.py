@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from benchmarks.known_peers import KnownPeers
 from hetero_connector.artifacts.record import ArtifactId, ChunkKey, ChunkRange
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
@@ -36,7 +37,7 @@ from hetero_connector.store.catalog.nodes import Artifact, Node
 from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
 from hetero_connector.store.catalog.restore import Restore
 from hetero_connector.store.catalog.writes import Writes
-from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.store.ssd import journal_rows, reader, writer
 from tests.clock import Clock
 from tests.faults.life import MEMORY
@@ -403,7 +404,7 @@ class _Engine:
                 spill_delay_s=0.0,
                 load_deadline_s=60.0,
                 verify=self._rng.choice(("ssd", "sample", "all")),
-                eviction=self._rng.choice(("leaf_lru", "lru", "value")),
+                eviction=self._rng.choice(("leaf_lru", "value")),
             ),
             Recorder(),
             chunk_tokens=CHUNK,
@@ -497,7 +498,7 @@ class _Engine:
         leaves = [chunk.key for chunk in reversed(trunk)]
         self._store.tails(trunk[3].key)
         self._store.decline(self._store.holdings(trunk)[2:])
-        self._store.protect_chain(trunk[0].key, leaves, now_s + 1.0)
+        self._store.retention.protect_chain(trunk[0].key, leaves, now_s + 1.0)
         self._store.expect(ExpectedReturn(trunk[0].key, tuple(leaves), now_s, now_s + 1.0, 0.9))
         self._store.take_timings()
 

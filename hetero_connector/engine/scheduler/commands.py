@@ -138,7 +138,7 @@ class Commands:
             return {"tokens": len(tokens), "stored_tokens": 0, "dram_tokens": 0}
         now_s, name, tenant = self._store.catalog.clock(), PromptName(leaves[0]), tenant_of(salt)
         until_s = now_s + keep_s
-        self._store.protect_chain(name, leaves, until_s, tenant)
+        self._store.retention.protect_chain(name, leaves, until_s, tenant)
         self._store.expect(
             ExpectedReturn(name, leaves, now_s, until_s, 1.0, tenant, is_ordered=True)
         )

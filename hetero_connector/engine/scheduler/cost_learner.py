@@ -77,7 +77,9 @@ class CostLearner:
         scheduled = output.num_scheduled_tokens
         self._learn_reads()  # reads that have ended by now ran while the steps before computed
         self._computing = bool(scheduled)
-        decodes_only = output.total_num_scheduled_tokens == len(scheduled) and not meta.loads
+        drafted = sum(map(len, output.scheduled_spec_decode_tokens.values()))
+        computed = output.total_num_scheduled_tokens - drafted
+        decodes_only = computed == len(scheduled) and not meta.loads
         if not (scheduled or meta.loads):
             return
         if decodes_only and self._step % _DECODE_STEPS_PER_SAMPLE:

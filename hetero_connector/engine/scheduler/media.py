@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.heterocache")
 
+ROW_DIGEST_BYTES = 32
+
 
 class MediaIds(Enum):
     """The identity of multi-modal items in chunk keys."""
@@ -206,6 +208,13 @@ def media_item(feature: MultiModalFeatureSpec, digest: bytes) -> MediaItem:
     mask = None if position.is_embed is None else tensor_digest(position.is_embed)
     identity = encode([feature.modality, digest, position.length, mask])
     return MediaItem(position.offset, position.offset + position.length, blake3(identity).digest())
+
+
+def row_digests(tensor: torch.Tensor) -> bytes:
+    """Return `ROW_DIGEST_BYTES` for each row of a CPU tensor: of its type, shape and elements."""
+    kind = encode([str(tensor.dtype), list(tensor.shape[1:])])
+    rows = tensor.detach().contiguous().flatten(1).view(torch.uint8).numpy()
+    return b"".join(blake3(kind).update(row.data).digest() for row in rows)
 
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:

@@ -12,6 +12,7 @@ chunks that the other engine says it has not stored.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -141,6 +142,8 @@ class PeerMatcher:
         self._shared = SharedTiers()
         self._retries = RetryLimit(clock)
         self._searches: dict[str, _Search] = {}
+        self._nothing_to_ask: dict[str, tuple[float, int, int]] = {}
+        """(clock time until which it is true, local tokens, limit) of requests without a search."""
 
     def search(self, tracker: RequestTracker, local_tokens: int, limit: int) -> bool:
         """Search the first `limit` tokens of the request's chain; return True when that is done.
@@ -149,12 +152,17 @@ class PeerMatcher:
         """
         if self._fleet is None:
             return True
-        request_id = tracker.request.request_id
+        request_id, now_s = tracker.request.request_id, self._clock()
         search = self._searches.get(request_id)
-        if search is None or self._clock() - search.asked_s > _ANSWER_VALID_S:
+        if search is None or now_s - search.asked_s > _ANSWER_VALID_S:
+            until_s, *place = self._nothing_to_ask.get(request_id, (-math.inf, 0, 0))
+            if now_s <= until_s and place == [local_tokens, limit]:
+                return True
             search = self._start_search(self._fleet, tracker, local_tokens, limit)
             if search is None:
-                self._searches.pop(request_id, None)
+                self.forget(tracker)
+                until_s = now_s + _ANSWER_VALID_S
+                self._nothing_to_ask[request_id] = until_s, local_tokens, limit
                 return True
             self._searches[request_id] = search
         while search.lookup.poll():
@@ -235,6 +243,7 @@ class PeerMatcher:
     def forget(self, tracker: RequestTracker) -> None:
         """Drop the search of a request that was admitted or has ended."""
         self._searches.pop(tracker.request.request_id, None)
+        self._nothing_to_ask.pop(tracker.request.request_id, None)
 
     @property
     def accepts_claims(self) -> bool:

@@ -18,7 +18,7 @@ from hetero_connector.engine.scheduler.requests import PendingRestore, RequestTr
 from hetero_connector.engine.scheduler.restore_counter import tokens_by_tier
 from hetero_connector.engine.scheduler.session_book import session_name
 from hetero_connector.metrics import Recorder
-from hetero_connector.planner.decision import RestoreAction, RestoreDecision
+from hetero_connector.planner.decision import RestoreDecision
 from hetero_connector.planner.load_model import LoadModel
 from hetero_connector.store.artifact_store import ArtifactStore
 
@@ -66,12 +66,9 @@ class Wait:
         return "load_part" if self._left else "load"
 
     @property
-    def low_utility_chunks(self) -> Sequence[StoredChunk]:
-        """Stored chunks after the chosen boundary, if the planner found them of little use."""
-        decision = self.decision
-        if not decision or RestoreAction.DROP_LOW_UTILITY_ARTIFACT not in decision.actions:
-            return ()
-        return self._left
+    def slow_chunks(self) -> Sequence[StoredChunk]:
+        """Stored chunks after the chosen boundary, if computing them is faster."""
+        return self._left if self.decision and self.decision.is_rest_slow else ()
 
     @property
     def _left(self) -> Sequence[StoredChunk]:
@@ -92,7 +89,7 @@ class Predictions:
     """Keeps the latest decision of each request until its first token, then records metrics.
 
     Everything is computed after the first token, to keep it off the time to first token. That is
-    also when the chunks that the planner found of little use are declined, once per request
+    also when the chunks that are slower to load than to compute are declined, once per request
     however often it was planned.
     """
 
@@ -172,12 +169,10 @@ class Predictions:
     def _record(
         self, tracker: RequestTracker, wait: Wait, decision: RestoreDecision, took_s: float
     ) -> None:
-        for tier in decision.declined:
-            self._load.fade(tier)
-        if low_utility := wait.low_utility_chunks:
-            self._store.decline(low_utility)
-        for action in decision.actions:
-            self._recorder.add("heterocache_actions", action=action.value)
+        for tier, size_bytes in decision.declined.items():
+            self._load.fade(tier, size_bytes, self._clock())
+        if slow := wait.slow_chunks:
+            self._store.decline(slow)
         self._recorder.add("heterocache_decisions", choice=wait.choice)
         predicted_s = decision.predicted.ttft_s
         self._recorder.observe("heterocache_ttft_seconds", predicted_s, kind="predicted")

@@ -1,8 +1,8 @@
 """Identify a request's state beyond its tokens: by its adapter, media, embeddings and salt.
 
-An adapter's files and an item's tensors are digested on threads of their own. Until that is done
-`match` has no answer, so vLLM asks again. Requests that cannot be identified in time are not
-cached.
+An adapter's files, an item's tensors and embeddings are digested on threads of their own. Until
+that is done `match` has no answer, so vLLM asks again. Requests that cannot be identified in time
+are not cached.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from hetero_connector.artifacts.canonical import encode
 from hetero_connector.artifacts.chain import ExtraKeys
 from hetero_connector.artifacts.extra_keys import first_keys, text_keys
-from hetero_connector.artifacts.identity import locate_model, lora_digest
+from hetero_connector.artifacts.model_files import locate_model, lora_digest
 from hetero_connector.engine.scheduler.background_thread import BackgroundThread
 from hetero_connector.engine.scheduler.clearings import Clearings
 from hetero_connector.engine.scheduler.media import (
+    ROW_DIGEST_BYTES,
     DigestCache,
     MediaIds,
     MediaItem,
@@ -29,7 +30,7 @@ from hetero_connector.engine.scheduler.media import (
     TrustedNames,
     content_digest,
     media_item,
-    tensor_digest,
+    row_digests,
 )
 from hetero_connector.errors import IdentityError
 from hetero_connector.metrics import Recorder
@@ -51,17 +52,19 @@ _MAX_REASONS = 100
 class UnidentifiedReason(Enum):
     """The reason why a request has no identity."""
 
-    PENDING = "its adapter or media are still being read"
+    PENDING = "its adapter, media or embeddings are still being read"
     NEVER = "it is not cached"
 
 
 @dataclass(frozen=True)
 class RequestIdentity:
-    """The identity of a request's adapter and media."""
+    """The identity of a request's adapter, media and prompt embeddings."""
 
     lora: bytes = b""
     """Digest of the adapter; b"" for none."""
     media: tuple[MediaItem, ...] = ()
+    embeddings: bytes = b""
+    """`row_digests` of the prompt's embeddings; b"" for none."""
 
 
 PLAIN = RequestIdentity()
@@ -74,12 +77,13 @@ class _Reading:
     begun_s: float
     lora: Future[bytes] | None = None
     media: Sequence[Future[bytes]] = ()
+    embeddings: Future[bytes] | None = None
     is_checked: bool = False
     """True once the adapter's files were checked for the first time."""
 
     @property
     def futures(self) -> list[Future[bytes]]:
-        return [*self.media, *([self.lora] if self.lora is not None else ())]
+        return [*self.media, *(x for x in (self.lora, self.embeddings) if x is not None)]
 
     @property
     def is_done(self) -> bool:
@@ -112,7 +116,7 @@ class RequestIdentifier:
 
     def begin(self, request: Request) -> None:
         """`on_new_request`: begin to read, so that the identity is known at the first match."""
-        if request.lora_request is None and not request.mm_features:
+        if _is_plain(request):
             return
         if not cacheable(request):
             self._give_up(request, "")
@@ -127,7 +131,7 @@ class RequestIdentifier:
 
     def identify(self, request: Request) -> RequestIdentity | UnidentifiedReason:
         """Return the request's identity as far as it is known now. Never waits for a file."""
-        if request.lora_request is None and not request.mm_features:
+        if _is_plain(request):
             return PLAIN if cacheable(request) else UnidentifiedReason.NEVER
         request_id = request.request_id
         if request_id not in self._results:
@@ -187,6 +191,10 @@ class RequestIdentifier:
             reading.media = [future for future in media if future is not None]
             if len(reading.media) < len(media):
                 return None
+        if (embeddings := request.prompt_embeds) is not None:
+            reading.embeddings = self.media_thread.submit(lambda: row_digests(embeddings))
+            if reading.embeddings is None:
+                return None
         return reading
 
     def _read_adapter(self, lora: LoRARequest) -> Future[bytes] | None:
@@ -224,7 +232,8 @@ class RequestIdentifier:
 
     def _is_too_late(self, reading: _Reading) -> bool:
         threads = [self.adapter_thread] if reading.lora is not None else []
-        threads += [self.media_thread] if reading.media else []
+        has_tensors = reading.media or reading.embeddings is not None
+        threads += [self.media_thread] if has_tensors else []
         waited_s = [self.clock() - reading.begun_s, *(thread.busy_s for thread in threads)]
         return max(waited_s) > self.deadline_s
 
@@ -247,7 +256,8 @@ class RequestIdentifier:
         else:
             self._readings.pop(request.request_id, None)
             media = self._media_items(request, reading)
-            self._results[request.request_id] = RequestIdentity(lora, media)
+            rows = b"" if reading.embeddings is None else reading.embeddings.result()
+            self._results[request.request_id] = RequestIdentity(lora, media, rows)
 
     def _media_items(self, request: Request, reading: _Reading) -> tuple[MediaItem, ...]:
         features = request.mm_features
@@ -333,17 +343,23 @@ def read_adapter(path: str) -> bytes:
     return lora_digest(locate_model(path).path)
 
 
+def _is_plain(request: Request) -> bool:
+    has_tensors = request.mm_features or request.prompt_embeds is not None
+    return request.lora_request is None and not has_tensors
+
+
 def _kind(request: Request) -> str:
-    if request.lora_request is None:
-        return "requests with multi-modal items"
-    return f"requests with adapter {request.lora_request.lora_name!r}"
+    if request.lora_request is not None:
+        return f"requests with adapter {request.lora_request.lora_name!r}"
+    items = "multi-modal items" if request.mm_features else "prompt embeddings"
+    return f"requests with {items}"
 
 
 def cacheable(request: Request) -> bool:
     """True if this request's state may be stored and restored.
 
-    Pooling needs the hidden states of every token, and a streaming session rewrites its own past:
-    neither can resume from a prefix.
+    Pooling may need the hidden states of every token, and a streaming session rewrites its own
+    past: neither can resume from a prefix.
     """
     return request.pooling_params is None and not request.resumable
 
@@ -356,8 +372,8 @@ def adapter_name(request: Request) -> str:
 
 def extra_keys(request: Request, identity: RequestIdentity, clearings: Clearings) -> ExtraKeys:
     """Return a function of (start, end): the key, besides tokens, of that range's state."""
-    salt, model, embeds = request.cache_salt, adapter_name(request), request.prompt_embeds
-    if not identity.media and embeds is None:
+    salt, model, rows = request.cache_salt, adapter_name(request), identity.embeddings
+    if not identity.media and not rows:
         return text_keys(salt, clearings, model, identity.lora)
     overlaps = Overlaps(identity.media)
 
@@ -365,10 +381,10 @@ def extra_keys(request: Request, identity: RequestIdentity, clearings: Clearings
         own: list[object] = [["media", *item] for item in overlaps.within(start, end)]
         if start == 0:
             own += first_keys(salt, clearings, model)
-        if embeds is not None and start < len(embeds):
+        if digests := rows[start * ROW_DIGEST_BYTES : end * ROW_DIGEST_BYTES]:
             tokens = request.prompt_is_token_ids
             mask = None if tokens is None else list(tokens[start:end])
-            own.append(["embeds", tensor_digest(embeds[start:end]), mask])
+            own.append(["embeds", digests, mask])
         # Up to its first item, a prompt has the keys of the same text alone.
         return encode([identity.lora, own]) if own or salt or identity.lora else b""
 

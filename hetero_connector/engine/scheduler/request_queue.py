@@ -20,6 +20,9 @@ class WorkAhead(NamedTuple):
     """Tokens that running requests compute before they decode."""
     decodes: int
     """Running requests that decode."""
+    decoded_context: int
+    """Tokens that those have computed, summed. A request that computes several tokens in a step, or
+    none, counts as if it computed one."""
     waiting_tokens: int
     """Tokens left to compute for waiting requests that are ahead in the queue."""
 
@@ -39,7 +42,10 @@ class RequestQueue:
         self._prefilling: dict[str, int] = {}
         """Tokens left to each running request before it decodes."""
         self._prefilling_tokens = 0
-        self._decoding: set[str] = set()
+        self._decoding: dict[str, int] = {}
+        """Computed tokens of each running request that decodes, less `_steps` at that moment."""
+        self._decoding_tokens = 0
+        self._steps = 0
         self._admitted: list[RequestTracker] = []
         """Admitted requests whose computed tokens vLLM has not set yet."""
 
@@ -56,10 +62,11 @@ class RequestQueue:
     def on_step(self, trackers: Mapping[str, RequestTracker], scheduled: Mapping[str, int]) -> None:
         """Count the tokens of each request that the step being built computes."""
         self._settle()
+        self._steps += 1
         for request_id in [x for x in self._prefilling if x in scheduled]:
             tracker = trackers[request_id]
             computed = tracker.request.num_computed_tokens + scheduled[request_id]
-            self._run(request_id, tracker.decodes_from - computed)
+            self._run(request_id, tracker.decodes_from, computed)
 
     def remove(self, request_id: str) -> None:
         self._settle()
@@ -78,9 +85,10 @@ class RequestQueue:
             not_before += self._waiting[request_id]
             if request_id == new.request.request_id:
                 break
-        return WorkAhead(
-            self._prefilling_tokens, len(self._decoding), self._waiting_tokens - not_before
-        )
+        decodes = len(self._decoding)
+        context = self._decoding_tokens + decodes * self._steps
+        waiting = self._waiting_tokens - not_before
+        return WorkAhead(self._prefilling_tokens, decodes, context, waiting)
 
     def requeue_waiting(self, trackers: Iterable[RequestTracker]) -> None:
         """Count the waiting ones of these requests again: their restores were dropped."""
@@ -96,17 +104,18 @@ class RequestQueue:
         """Count the tokens left to requests that were admitted since the last call."""
         for tracker in self._admitted:
             request = tracker.request
-            self._run(request.request_id, tracker.decodes_from - request.num_computed_tokens)
+            self._run(request.request_id, tracker.decodes_from, int(request.num_computed_tokens))
         self._admitted.clear()
 
-    def _run(self, request_id: str, tokens: int) -> None:
+    def _run(self, request_id: str, decodes_from: int, computed: int) -> None:
         self._stop(request_id)
-        if tokens > 0:
+        if (tokens := decodes_from - computed) > 0:
             self._prefilling[request_id] = tokens
             self._prefilling_tokens += tokens
         else:
-            self._decoding.add(request_id)
+            self._decoding[request_id] = computed - self._steps
+            self._decoding_tokens += computed - self._steps
 
     def _stop(self, request_id: str) -> None:
         self._prefilling_tokens -= self._prefilling.pop(request_id, 0)
-        self._decoding.discard(request_id)
+        self._decoding_tokens -= self._decoding.pop(request_id, 0)

@@ -98,7 +98,14 @@ class RequestTracker:
     reuse: Reuse | None = None
     """The chunks found stored when it was first admitted; None before."""
     missed_chunks: int = 0
-    """Stored chunks that it then had to compute again because no checkpoint was there."""
+    """Stored chunks that it then had to compute again because no checkpoint was there, or would
+    have had to without the engine's own cache."""
+    passes_match: bool = False
+    """True until its first step, if the engine's own cache has all that was stored of it, and the
+    end of that has no checkpoint."""
+    lacks_parent: bool = False
+    """True from when a chunk was not stored that cannot be stored later, so that none after it can,
+    until the next admission."""
     undecided: int = 0
     """Save id of a checkpoint that is kept only if the request ends there; 0: none."""
     session: Hashable | None = None

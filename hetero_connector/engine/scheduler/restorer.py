@@ -57,7 +57,7 @@ class Restorer:
         store: ArtifactStore,
         recorder: Recorder,
         planner: RestorePlanner,
-        engine_load: Callable[[RequestTracker], EngineLoad],
+        engine_load: Callable[[RequestTracker, Sequence[StoredChunk]], EngineLoad],
         predictions: Predictions,
         peers: PeerMatcher,
         shared: SharedBoundaries,
@@ -251,7 +251,7 @@ class Restorer:
             if tracker.wait is None or tracker.wait.decision is None:
                 return None
             stored = []  # evicted since the last plan, or in the engine's own cache by now
-        load = self._engine_load(tracker)
+        load = self._engine_load(tracker, stored)
         decision = self._planner.plan(
             stored,
             local_tokens,

@@ -13,10 +13,9 @@ SSD.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkRange, Tier
@@ -25,6 +24,7 @@ from hetero_connector.engine.messages import ArtifactCopy, Blocks, PageCopy, Sav
 from hetero_connector.engine.scheduler.block_tables import BlockTable, RecurrentState, table_of
 from hetero_connector.engine.scheduler.handoff import is_prefill
 from hetero_connector.engine.scheduler.requests import RequestTracker
+from hetero_connector.engine.scheduler.reservations import Reservations, Verdict
 from hetero_connector.planner.checkpoints import (
     Boundary,
     CheckpointPolicy,
@@ -34,7 +34,9 @@ from hetero_connector.planner.checkpoints import (
 from hetero_connector.planner.plan import RestorePlan
 from hetero_connector.spec import StateType
 from hetero_connector.store.artifact_store import ArtifactStore
-from hetero_connector.store.base import Save as StoreSave
+
+_MOST_MISSED = 64
+"""Chunks that are looked at for a checkpoint before the end of a match."""
 
 
 @dataclass
@@ -55,101 +57,6 @@ class _Collected:
             else:
                 blocks[state_type, group] = Blocks(pages.start, table(group, pages))
         return Save(self.save_ids, PageCopy(self.artifacts, blocks))
-
-
-class Verdict(Enum):
-    """The decision about a reservation, carried out when every rank has copied."""
-
-    SEAL = "seal"
-    DROP = "drop"
-    UNDECIDED = "undecided"
-
-
-@dataclass
-class _Reserved:
-    """A reservation in the store that workers fill."""
-
-    save: StoreSave
-    ranks_left: int
-    """Ranks of all pipeline stages that have not copied their share yet."""
-    verdict: Verdict
-    whole: bool = True
-    """False once a rank could not copy its share."""
-
-
-class Reservations:
-    """Reservations of one engine by save id. Sealed when every rank has copied its share."""
-
-    def __init__(self, store: ArtifactStore, num_ranks: int) -> None:
-        self._store = store
-        self._num_ranks = num_ranks
-        self._reserved: dict[int, _Reserved] = {}
-        self._latest_id = 0
-        self._unreported = 0
-
-    @property
-    def awaits_reports(self) -> bool:
-        """True while workers have saves that they have not reported."""
-        return self._unreported > 0
-
-    def add(self, save: StoreSave, verdict: Verdict) -> int:
-        """Add a reservation and return its id, from 1."""
-        self._latest_id += 1
-        self._reserved[self._latest_id] = _Reserved(save, self._num_ranks, verdict)
-        self._unreported += 1
-        return self._latest_id
-
-    def on_report(self, save_id: int, ranks: int, *, copied: bool = True) -> None:
-        """Count `ranks` more ranks that are done; `copied`: their share is in the arena."""
-        reserved = self._reserved.get(save_id)
-        if reserved is None or reserved.ranks_left <= 0:  # reported twice
-            return
-        reserved.whole &= copied
-        reserved.ranks_left -= ranks
-        if reserved.ranks_left <= 0:
-            self._unreported -= 1
-            self._settle(save_id)
-
-    def distrust(self) -> None:
-        """Seal none of the present reservations: their pages may not hold what they should."""
-        for reserved in self._reserved.values():
-            reserved.whole = False
-
-    def decide(self, save_id: int, verdict: Verdict) -> None:
-        """Decide about an undecided reservation."""
-        reserved = self._reserved.get(save_id)
-        if reserved is not None:
-            reserved.verdict = verdict
-            self._settle(save_id)
-
-    @contextmanager
-    def all_or_none(self) -> Iterator[None]:
-        """Abandon reservations added inside if an error is raised: no worker knows of them."""
-        latest = self._latest_id
-        try:
-            yield
-        except Exception:
-            self.abandon(range(latest + 1, self._latest_id + 1))
-            raise
-
-    def abandon(self, save_ids: Iterable[int]) -> None:
-        """Give reservations up that no worker will copy."""
-        for save_id in save_ids:
-            reserved = self._reserved.pop(save_id, None)
-            if reserved is not None:
-                self._unreported -= reserved.ranks_left > 0
-                self._store.abandon_save(reserved.save)
-
-    def _settle(self, save_id: int) -> None:
-        """Seal or abandon the reservation if it is copied and decided."""
-        reserved = self._reserved[save_id]
-        if reserved.ranks_left > 0 or reserved.verdict is Verdict.UNDECIDED:
-            return
-        del self._reserved[save_id]
-        if reserved.verdict is Verdict.SEAL and reserved.whole:
-            self._store.complete_save(reserved.save)
-        else:
-            self._store.abandon_save(reserved.save)
 
 
 class Saver:
@@ -191,7 +98,7 @@ class Saver:
     def on_admitted(self, tracker: RequestTracker, computed: int) -> None:
         """Begin, or begin again, with a request that has `computed` tokens in its pages."""
         size, matched = self._layout.chunk_tokens, tracker.matched_chunks
-        tracker.next_chunk = min(matched, computed // size)
+        tracker.next_chunk, tracker.lacks_parent = min(matched, computed // size), False
         if tracker.reuse is not None:  # preempted: it has found its own state
             return
         local = tracker.local_tokens // size
@@ -201,6 +108,20 @@ class Saver:
             keys = tracker.chain.keys_back_from(matched)
             tracker.reuse = self._kept.reuse(matched, local, keys)
         tracker.missed_chunks = matched - tracker.next_chunk
+        is_passed = 0 < matched <= local and tracker.stored_tokens == matched * size
+        if is_passed and not self._has_recurrent:
+            # The engine's own cache may be empty when the next request leaves the chain here.
+            tracker.missed_chunks = self._since_checkpoint(tracker, matched)
+            tracker.passes_match = tracker.missed_chunks > 0
+
+    def _since_checkpoint(self, tracker: RequestTracker, chunks: int) -> int:
+        """Count the last of the first `chunks` stored chunks, back to one with a checkpoint."""
+        most = min(chunks, _MOST_MISSED)
+        for missed in range(most):
+            chunk = tracker.chain.ending_at((chunks - missed) * self._layout.chunk_tokens)
+            if not self._store.missing(chunk, self._model.boundary_types_at(chunk.end)):
+                return missed
+        return most
 
     def on_restored(self, plan: RestorePlan) -> None:
         """Remember the restored checkpoint as kept, unless the policy's present period makes it.
@@ -219,8 +140,9 @@ class Saver:
         return self._reservations.all_or_none()
 
     def completes_chunk(self, tracker: RequestTracker, computed: int) -> bool:
-        """Return whether the first `computed` tokens complete a chunk that was not handled yet."""
-        return self._storable(tracker, computed) // self._layout.chunk_tokens > tracker.next_chunk
+        """True if the first `computed` tokens complete a chunk that was not handled yet."""
+        chunks = self._storable(tracker, computed) // self._layout.chunk_tokens
+        return tracker.passes_match or chunks > tracker.next_chunk
 
     def save_step(
         self,
@@ -321,6 +243,8 @@ class Saver:
         if their state is the same as that of a prompt's tokens.
         """
         known = min(tracker.grow(), computed, tracker.last_to_store)
+        if tracker.lacks_parent:
+            known = min(known, tracker.next_chunk * self._layout.chunk_tokens)
         if self._model.prompt_only:
             return min(known, int(tracker.request.num_prompt_tokens))
         return known
@@ -331,6 +255,8 @@ class Saver:
         """Reserve the missing state of every full chunk up to `known`, parents first."""
         collected = _Collected(tracker)
         size = self._layout.chunk_tokens
+        if tracker.passes_match:
+            self._collect_passed(collected, known, table)
         index = self._first_chunk_to_save(tracker, known // size)
         while (index + 1) * size <= known:
             if not self._collect_full_chunk(collected, tracker, index + 1, table):
@@ -338,6 +264,20 @@ class Saver:
             index += 1
         tracker.next_chunk = index
         return collected
+
+    def _collect_passed(self, collected: _Collected, known: int, table: BlockTable) -> None:
+        """Reserve a checkpoint at the end of the match, if the engine's own pages have it."""
+        tracker = collected.tracker
+        tracker.passes_match = False
+        chunks = tracker.reuse.matched if tracker.reuse is not None else 0
+        chunk = tracker.chain.ending_at(chunks * self._layout.chunk_tokens)
+        missing = self._store.missing(chunk, self._model.boundary_types_at(chunk.end))
+        if (
+            tracker.windows_from <= chunk.end <= known
+            and all(self._has_pages(t, chunk, table) for t in missing)
+            and self._choose_checkpoint(tracker, chunks)
+        ):
+            self._reserve(collected, chunk, missing)
 
     def _collect_full_chunk(
         self, collected: _Collected, tracker: RequestTracker, chunks: int, table: BlockTable
@@ -424,6 +364,8 @@ class Saver:
         sizes = {t: self._layout.artifact_bytes(t, chunk.start, chunk.end) for t in types}
         reservation = self._store.begin_save(chunk, sizes)
         if reservation is None:
+            known = self._store.known([chunk.parent])  # only prefix state stays in pages
+            collected.tracker.lacks_parent = not (known or self._model.prefix_types)
             return False
         if is_new:
             collected.tracker.new_chunks.append(chunk.key)

@@ -18,7 +18,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from hetero_connector.artifacts.chain import ChainHasher
 from hetero_connector.artifacts.layout import ArtifactLayout
-from hetero_connector.artifacts.record import Tier
+from hetero_connector.artifacts.record import StoredChunk, Tier
 from hetero_connector.artifacts.tails import AnsweredPrompts
 from hetero_connector.engine.hook_errors import HookErrors
 from hetero_connector.engine.messages import StepMetadata, WorkerReport
@@ -450,11 +450,11 @@ class SchedulerSide:
         has_events = self._events is not None and self._events.has_news
         return has_events or self._recorder.has_news() or self.root.is_behind
 
-    def _engine_load(self, new: RequestTracker) -> EngineLoad:
-        """Return the tracked work that the engine has before the request `new`."""
-        queued, decodes, waiting = self._queue.work_ahead_of(new)
-        reading, share = self.store.reading_bytes, self._hidden_share
-        return EngineLoad(queued, decodes, reading, share, waiting, self._parking)
+    def _engine_load(self, new: RequestTracker, stored: Sequence[StoredChunk]) -> EngineLoad:
+        """Return the work before the request `new`, of whose chain that much is stored."""
+        queued, decodes, context, waiting = self._queue.work_ahead_of(new)
+        reading, share = self.store.bytes_ahead_of(stored), self._hidden_share
+        return EngineLoad(queued, decodes, reading, share, waiting, self._parking, context)
 
     def _track(self, request: Request) -> RequestTracker | UnidentifiedReason:
         tracker = self._trackers.get(request.request_id)

@@ -119,7 +119,7 @@ class Sessions:
         if leaves:
             self._pin(tracker, session, leaves)
             until_s = self._protected_until_s(params, expected)
-            self._store.protect_chain(
+            self._store.retention.protect_chain(
                 session, leaves, until_s, tenant_of(tracker.request.cache_salt)
             )
         if expected is None or self._mode == "off" or (hint_s is None and self._mode == "hint"):
@@ -150,7 +150,7 @@ class Sessions:
         if record is not None and record.leaves and parent != session:
             self.book.on_fork(session, parent)
             until_s = self._clock() + _LONGEST_PROTECTED_S
-            self._store.protect_chain(session, record.leaves, until_s, tenant)
+            self._store.retention.protect_chain(session, record.leaves, until_s, tenant)
 
     def _end(self, session: Hashable, leaves: tuple[ChunkKey, ...]) -> None:
         """Expect the session no more, and let its own state leave first."""

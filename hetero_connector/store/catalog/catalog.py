@@ -5,9 +5,9 @@ share it. A public method holds the lock from its beginning to its end and waits
 lock. Those that hold it for a part, or need none, say so; `flush`, `wait` and `wait_rows_gone` let
 go of it while they wait. What is read without it is one length, or one attribute, which is replaced
 as a whole, and last: the thread that changes it may lose the interpreter after any bytecode. These
-threads call it: the scheduler's and those of commands (`match` to `decline`, and what concerns the
-whole store), the fleet's (`set_joined` and `fleet_side`), the scrubber's and the I/O thread (the
-rest). No files and no threads here; the clock is a parameter.
+threads call it: the scheduler's and those of commands (`missing` to `decline`, and what concerns
+the whole store), the fleet's (`set_joined` and `fleet_side`), the scrubber's and the I/O thread
+(the rest). No files and no threads here; the clock is a parameter.
 
 The life of an artifact: *reserved* with its DRAM slot (`reserve`), *sealed* and so visible
 (`seal`), *stored* once it is on SSD too (`finish_writes`), *forgotten* when its last copy leaves.
@@ -34,6 +34,7 @@ from hetero_connector.artifacts.record import (
     StoredChunk,
     Tier,
 )
+from hetero_connector.containers import BoundedDict
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import ChunkCopies, Failure, Save, StoreConfig, Wanted
@@ -59,6 +60,8 @@ from hetero_connector.store.catalog.writes import Write, Writes
 GAUGE_INTERVAL_S = 1.0
 _OFFERED_AT_ONCE = 512
 """Artifacts that are queued for their write while the lock is held: about a millisecond."""
+
+_WITHOUT_SLOT = 1024
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -173,20 +176,10 @@ class Catalog:
         self._is_forgetting_rows = False
         """True while rows are taken to be deleted from the journal."""
         self._gauges_due_s = 0.0
+        self._without_slot = BoundedDict[ChunkKey, None](_WITHOUT_SLOT)
+        """The newest chunks for which no slot was free."""
 
     # --- the scheduler's thread: finding ----------------------------------------------------------
-
-    def match(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
-        """See `ArtifactStore.match`. Needs no lock: it reads one attribute a chunk."""
-        return self.tiers.index.match(chain)
-
-    def holdings(self, chain: Iterable[ChunkRange]) -> list[StoredChunk]:
-        """See `ArtifactStore.holdings`. Needs no lock."""
-        return self.tiers.index.holdings(chain)
-
-    def tails(self, parent: ChunkKey) -> tuple[int, ...]:
-        """See `ArtifactStore.tails`. Needs no lock."""
-        return self.tiers.index.tails(parent)
 
     def missing(self, chunk: ChunkRange, state_types: Sequence[StateType]) -> list[StateType]:
         """See `ArtifactStore.missing`. Needs no lock."""
@@ -208,6 +201,11 @@ class Catalog:
         if restore.start():
             self._lock.notify_all()
         return restore
+
+    @_locked
+    def bytes_ahead_of(self, chunks: Sequence[StoredChunk]) -> dict[Tier, int]:
+        """See `ArtifactStore.bytes_ahead_of`."""
+        return self.loads.ahead_of(chunks)
 
     @_locked
     def poll_restore(self, restore: Restore) -> bool:
@@ -233,7 +231,8 @@ class Catalog:
     def reserve(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> ReservedSave | Failure:
         """Reserve DRAM slots for a chunk's artifacts: all or none.
 
-        A failure is counted. ValueError for a type that is sealed or reserved already.
+        A failure is counted; that no slot was free once for each chunk, which may be tried in every
+        step. ValueError for a type that is sealed or reserved already.
         """
         if set(self.missing(chunk, list(sizes))) != set(sizes) or not sizes:
             raise ValueError(f"nothing to save, or already saved: {list(sizes)} of {chunk}")
@@ -247,10 +246,13 @@ class Catalog:
         for artifact in artifacts:
             ref = self.tiers.take_dram(artifact)
             if ref is None:
-                self.loads.count_failure(Failure.NO_SLOT, Tier.DRAM)
+                if chunk.key not in self._without_slot:
+                    self.loads.count_failure(Failure.NO_SLOT, Tier.DRAM)
+                self._without_slot[chunk.key] = None
                 self._undo(artifacts)
                 return Failure.NO_SLOT
             self.tiers.attach(artifact, ref)
+        self._without_slot.pop(chunk.key, None)
         offsets = {a.state_type: a.dram_offset for a in artifacts}
         return ReservedSave(chunk, offsets, dict(sizes), artifacts)
 

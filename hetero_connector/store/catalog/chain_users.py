@@ -27,9 +27,10 @@ _CHUNKS_AT_ONCE = 512
 
 @dataclass(frozen=True, eq=False)
 class _Use:
+    """A user's time on a chain: a new object each time, because `ExpiringHeap` compares by it."""
+
     node: Node
     """The last chunk of the chain that is used."""
-    until_s: float
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class ChainUsers:
         """Let a user use the chain up to this chunk, and no other, until then by the clock."""
         before = self._uses.pop(user, None)
         self._note_change(user)
-        use = self._uses[user] = _Use(node, until_s)
+        use = self._uses[user] = _Use(node)
         if before is None or before.node is not node:
             for used in _chain(node):
                 used.users += 1

@@ -58,8 +58,6 @@ def make_policy(
     match name:
         case "leaf_lru":
             return LeafLru()
-        case "lru":
-            return Lru()
         case "value":
             return Value(seconds_saved.in_prefills, now)
 
@@ -134,32 +132,6 @@ class LazyHeap:
 def recency(artifact: Artifact) -> Rank:
     """The least recently used first; of equally recent ones the deepest."""
     return (artifact.last_used, -artifact.node.chunk.end)
-
-
-class Lru:
-    """The least recently used of all that may leave, whatever rests on it."""
-
-    def __init__(self) -> None:
-        self._heap = LazyHeap(recency)
-
-    def offer(self, artifact: Artifact) -> None:
-        """See `EvictionPolicy.offer`. O(log n)."""
-        self._heap.push(artifact)
-
-    def pop(self, evictability: Callable[[Artifact], Evictability]) -> Artifact | None:
-        """See `EvictionPolicy.pop`."""
-        while (artifact := self._heap.pop()) is not None:
-            if evictability(artifact) is not Evictability.BLOCKED:
-                return artifact
-        return None
-
-    def soon(self, count: int) -> list[Artifact]:
-        """See `EvictionPolicy.soon`."""
-        return self._heap.low(count)
-
-    def clear(self) -> None:
-        """Forget every artifact."""
-        self._heap.clear()
 
 
 class LeafFirst:

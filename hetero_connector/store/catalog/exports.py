@@ -22,7 +22,6 @@ def as_it_stands(artifact: Artifact) -> ExportChange | None:
         0 if artifact.dram is None else artifact.dram.generation,
         artifact.size_bytes,
         artifact.checksum,
-        artifact.replica,
         artifact.ssd is not None,
     )
     return ExportChange(artifact.node.chunk, artifact.state_type, copy, artifact.token)

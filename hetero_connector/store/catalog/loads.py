@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
 from hetero_connector.artifacts.copies import PeerCopy
-from hetero_connector.artifacts.record import SlotRef, Tier
+from hetero_connector.artifacts.record import ArtifactId, SlotRef, StoredChunk, Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Failure, ReadTiming, StoreConfig
@@ -59,6 +59,9 @@ _TIERS = {
     Source.ORPHANED: Tier.SSD,
     Source.DRAM: Tier.DRAM,
 }
+
+_QUEUED = {Source.SSD: Tier.SSD, Source.PEER: Tier.PEER}
+"""The sources whose queue delays a tier's next load."""
 
 
 class Waiter(Protocol):
@@ -106,8 +109,8 @@ class Loads:
     ) -> None:
         self.by_artifact: dict[Artifact, Load] = {}
         """Every load that is not settled."""
-        self.waiting_bytes = dict.fromkeys((Tier.SSD, Tier.PEER), 0)
-        """Bytes that restores or prefetches wait for, by tier."""
+        self.waiting_bytes = dict.fromkeys((Source.SSD, Source.PEER, Source.ORPHANED), 0)
+        """Bytes that restores or prefetches wait for. Our own SSD does not read the orphaned."""
         self.read_pace = ReadPace(config.load_deadline_s)
         self.timings: deque[ReadTiming] = deque(maxlen=256)
         """For the cost model. Appended and taken without the lock."""
@@ -124,7 +127,23 @@ class Loads:
     @property
     def is_congested(self) -> bool:
         """Return whether the SSD could not read more than is queued by the load deadline."""
-        return self.waiting_bytes[Tier.SSD] > self.read_pace.most_bytes
+        return self.waiting_bytes[Source.SSD] > self.read_pace.most_bytes
+
+    @property
+    def ahead_bytes(self) -> dict[Tier, int]:
+        """Return the bytes that our own SSD and the peers will read before a further load."""
+        return {tier: self.waiting_bytes[source] for source, tier in _QUEUED.items()}
+
+    def ahead_of(self, chunks: Sequence[StoredChunk]) -> dict[Tier, int]:
+        """Return `ahead_bytes` without the loads of these chunks."""
+        ahead = self.ahead_bytes
+        for stored in chunks if any(ahead.values()) else ():
+            for kind in [t for t, tier in stored.tiers.items() if tier is not Tier.DRAM]:
+                artifact = self._tiers.index.find(ArtifactId(stored.chunk.key, kind))
+                load = None if artifact is None else self.by_artifact.get(artifact)
+                if load is not None and load.is_counted and load.source in _QUEUED:
+                    ahead[load.tier] -= load.size_bytes
+        return ahead
 
     @property
     def any_queued(self) -> bool:
@@ -145,7 +164,7 @@ class Loads:
         """Begin the load of an artifact that the caller has pinned for it."""
         load = self.by_artifact[artifact] = Load(artifact, source, target, copy)
         if target is not None:
-            self.waiting_bytes[load.tier] += load.size_bytes
+            self.waiting_bytes[load.source] += load.size_bytes
             load.is_counted = True
         return load
 
@@ -343,7 +362,7 @@ class Loads:
 
     def _uncount(self, load: Load) -> None:
         if load.is_counted:
-            self.waiting_bytes[load.tier] -= load.size_bytes
+            self.waiting_bytes[load.source] -= load.size_bytes
             load.is_counted = False
 
 

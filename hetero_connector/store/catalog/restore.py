@@ -50,7 +50,7 @@ class Restore:
         """(column, position) of each artifact that was not ready in DRAM."""
         self._failed: dict[ArtifactId, Failure] = {}
         self._pending: dict[ArtifactId, Load] = {}
-        self._timer = StagingTimer(now_s, catalog.loads.waiting_bytes)
+        self._timer = StagingTimer(now_s, catalog.loads.ahead_bytes)
         self._started_s = now_s
         self._deadline_s = now_s + limit_s
         self._congested = catalog.loads.is_congested
@@ -329,7 +329,7 @@ class StagingTimer:
     def __init__(self, started_s: float, ahead_bytes: Mapping[Tier, int]) -> None:
         """`ahead_bytes`: bytes that others wait for when it begins, by tier."""
         self.started_s = started_s
-        self._ahead_bytes = dict(ahead_bytes)
+        self._ahead_bytes = ahead_bytes
         self._reads: dict[Tier, _Reads] = {}
         self.ended_s: dict[Tier, float] = {}
         """The time at which the last read from each tier ended."""

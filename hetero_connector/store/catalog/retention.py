@@ -75,9 +75,14 @@ class Retention:
         self._lifetimes.on_forgotten(node)
 
     def protect_chain(
-        self, session: Hashable, leaves: Sequence[ChunkKey], until_s: float, tenant: bytes
+        self, session: Hashable, leaves: Sequence[ChunkKey], until_s: float, tenant: bytes = b""
     ) -> None:
-        """Make the session a user of its chain; see `ArtifactStore.protect_chain`."""
+        """Evict the session's chain last, until then by the store's clock.
+
+        `leaves`: where the chain may end, deepest first; the first of them that is stored counts.
+        Forks share their common chunks. Replaces the session's earlier chain. A bounded number of
+        sessions is remembered, of which each `tenant` has its share.
+        """
         with self._lock:
             node = self._find(leaves)
             if node is None:

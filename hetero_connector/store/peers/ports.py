@@ -41,28 +41,6 @@ class Peers(Protocol):
         ...
 
 
-class KnownPeers:
-    """Implements `Peers` from what its caller sets: for tests and benchmarks."""
-
-    def __init__(self) -> None:
-        self.cards: dict[int, bytes] = {}
-        """By epoch; take one out and its lease has ended."""
-        self.fenced: set[ArtifactId] = set()
-        """Artifacts that another worker took over."""
-
-    def card(self, holder: int) -> bytes | None:
-        """See `Peers`."""
-        return self.cards.get(holder)
-
-    def may_use(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
-        """See `Peers`."""
-        return copy.holder in self.cards and artifact not in self.fenced
-
-    def may_adopt(self, artifact: ArtifactId, copy: PeerCopy) -> bool:
-        """See `Peers`."""
-        return copy.holder not in self.cards and artifact not in self.fenced
-
-
 @dataclass(frozen=True)
 class PeerAccess:
     """The means by which a store reads from its peers, and lets them read from it."""

@@ -19,7 +19,7 @@ from hetero_connector.store.catalog.slot_geometry import SlotGeometry
 FORMAT_VERSION = 2
 WINDOW_REPLAY = "window_replay"
 """Key of a description: `REPLAY_EXACT` where the engine rebuilds windows by a replay, else why it
-does not. Journals of earlier releases lack it."""
+does not."""
 REPLAY_EXACT = "exact"
 
 
