@@ -23,7 +23,7 @@ _MAX_DEFAULT_SSD_GIB = 64.0
 _Layerwise = Literal["auto", "on", "off"]
 _Planner = Literal["cost", "always_load", "never_load"]
 _TpSizes = Literal["own", "any"]
-_Eviction = Literal["leaf_lru", "lru", "value"]
+_Eviction = Literal["leaf_lru", "value"]
 _Prefetch = Literal["auto", "hint", "off"]
 _Replay = Literal["auto", "on", "off"]
 _Verify = Literal["ssd", "sample", "all"]
@@ -202,8 +202,8 @@ class HeteroConfig:
     eviction: _Eviction = _choice(
         _Eviction,
         "leaf_lru",
-        "Eviction order of a full tier: least recently used chain leaves, plain LRU, or leaves "
-        "that save the fewest seconds per byte",
+        "Eviction order of a full tier: least recently used chain leaves, or leaves that save "
+        "the fewest seconds per byte",
     )
     ssd_write_gib_per_day: float | None = declare(
         "number > 0",

@@ -51,7 +51,6 @@ _COUNTERS = {
     "heterocache_decisions": Metric(
         "Planned requests, by the choice: load, load_part, replay or compute.", ("choice",)
     ),
-    "heterocache_actions": Metric("Actions of the planner, by kind.", ("action",)),
     "heterocache_unidentified_requests": Metric(
         "Requests that are not cached because an adapter or a media item has no known identity."
     ),
@@ -165,8 +164,14 @@ _HISTOGRAMS = {
         ("kind",),
     ),
     "heterocache_stage_seconds": Metric("Time from the match until everything is in DRAM."),
-    "heterocache_load_seconds": Metric("Time of one step's loads from DRAM into pages."),
-    "heterocache_save_seconds": Metric("Time of one step's saves from pages into DRAM."),
+    "heterocache_load_seconds": Metric(
+        "Time of one step's copies from DRAM into pages, hidden by the forward or not; on a CPU "
+        "the sum of two threads."
+    ),
+    "heterocache_save_seconds": Metric(
+        "Time for which one step's saves kept the worker's thread busy, which copies on a CPU and "
+        "only issues copies on CUDA."
+    ),
     "heterocache_ssd_read_seconds": Metric("Time of one batch of reads from SSD."),
     "heterocache_ssd_write_seconds": Metric("Time of one batch of writes to SSD."),
     "heterocache_peer_read_seconds": Metric("Time of one batch of reads from a peer."),
@@ -207,9 +212,6 @@ NATIVE = {
     ),
     "heterocache_load_seconds": Native(
         "vllm:kv_offload_load_time", "vllm:kv_offload_total_time", _LOAD
-    ),
-    "heterocache_save_seconds": Native(
-        "vllm:kv_offload_store_time", "vllm:kv_offload_total_time", _STORE
     ),
 }
 """Metrics that mean the same as one of vLLM's native offloading, so that its panels show them."""

@@ -181,13 +181,9 @@ OF_ENGINES: dict[str, Sequence[Panel]] = {
             ],
         ),
         Panel(
-            "Actions",
-            "What plans consist of.",
-            [rate("heterocache_actions_total", "action")],
-        ),
-        Panel(
             "Time of loads and saves",
-            "Staging: from the match until everything is in DRAM. Load and save: one step's.",
+            "Staging: from the match until everything is in DRAM. Load: one step's copies. "
+            "Save: the worker's thread in one step; on CUDA it only issues the copies.",
             [
                 quantile(0.95, f"heterocache_{name}_seconds")._replace(legend=f"p95 {name}")
                 for name in ("stage", "load", "save")

@@ -14,7 +14,7 @@ SAVE: tl.constexpr = tl.constexpr(1)
 CLEAR: tl.constexpr = tl.constexpr(2)
 
 FIELDS: tl.constexpr = tl.constexpr(16)
-"""Values of a job, see `mover.job_row`: 128 bytes, so that every job is aligned."""
+"""Values of a job, in the order of `mover.Job.row`: 128 bytes, so that every job is aligned."""
 
 
 @triton.jit

@@ -24,7 +24,6 @@ from heterocache_cuda.layout import PageLayout
 Int64Array = npt.NDArray[np.int64]
 
 FIELDS = int(kernels.FIELDS.value)
-_FIRST_ID, _FIRST_ARTIFACT, _NUM_PAGES = 4, 5, 6
 TILE_WORDS = 1024
 _MOST_JOBS = 65_535
 UPLOADS = {1 << n: min(32, max(2, 1 << 20 >> n)) for n in range(7, 21)}
@@ -119,12 +118,15 @@ class Job:
 
 
 class Field(IntEnum):
-    """The place of a value in `Job.row`."""
+    """The place of a value in `Job.row` that is read or set outside the kernel."""
 
     ADDRESS = 0
     BLOCK_STRIDE = 1
     OFFSET = 2
     PITCH = 3
+    FIRST_ID = 4
+    FIRST_ARTIFACT = 5
+    NUM_PAGES = 6
     ARTIFACT_PAGES = 7
     ROW_BYTES = 8
     NUM_ROWS = 9
@@ -176,10 +178,10 @@ def plan_moves(parts: Iterable[Part], num_batches: int = 1) -> Moves:
     for part in parts:
         starts = first_id + np.cumsum([0] + [x.size for x in part.block_ids], dtype=np.int64)
         own = part.rows.copy()
-        own[:, _FIRST_ID] = starts[part.ids_of_job]
-        own[:, _FIRST_ARTIFACT] = first_address
+        own[:, Field.FIRST_ID] = starts[part.ids_of_job]
+        own[:, Field.FIRST_ARTIFACT] = first_address
         sizes = np.array([x.size for x in part.block_ids], dtype=np.int64)
-        own[:, _NUM_PAGES] = sizes[part.ids_of_job]
+        own[:, Field.NUM_PAGES] = sizes[part.ids_of_job]
         rows.append(own)
         order += zip(part.batch_of_job.tolist(), part.tiles, strict=True)
         ids += [x.reshape(-1) for x in part.block_ids]

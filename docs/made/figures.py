@@ -118,7 +118,7 @@ FIGURES: Mapping[str, Mapping[str, str]] = {
     "scheduler_hook": {
         "hook_ms_131k": (
             "Milliseconds of the scheduler's thread for a prompt of 131,072 tokens, without "
-            "hashing; worst of three models"
+            "hashing, until its load is released; worst of three models"
         ),
         "hash_ms_131k": "Milliseconds to hash that prompt",
         "queue_us_1024": (
@@ -181,7 +181,12 @@ FIGURES: Mapping[str, Mapping[str, str]] = {
         "peer_restore_over_memcpy": "A whole restore of 128 MiB, verified",
     },
     "directory": {
-        "lookup_ms_1m": "Milliseconds to look up a chain of 1,048,576 tokens on a local Redis",
+        "lookup_ms_1m": (
+            "Milliseconds to look up a chain of 1,048,576 tokens on a local Redis, of the call "
+            "alone: no record is decoded"
+        ),
+        "lookup_decoded_ms_1m": "The same with every record decoded",
+        "found_ms_1m": "Milliseconds from an engine's question until it has these copies",
         "claims_per_s": "Claims per second, 1,024 in one call",
         "redis_bytes_per_artifact": "Bytes of Redis per artifact, at a million",
         "renew_ms": "Milliseconds to renew a lease, with a million artifacts owned",
@@ -286,8 +291,11 @@ FIGURES: Mapping[str, Mapping[str, str]] = {
         "live_ms_p99": "The same for what the live page asks",
         "sessions_ms_p99": "The same for its sessions",
         "decode_ratio_observed": (
-            "Seconds of decodes on a real server with a viewer of the live page, over without"
+            "Seconds of decodes on a real server with a viewer of the live page, over without; "
+            "median of twelve turns"
         ),
+        "decode_ratio_observed_least": "The least of these turns",
+        "decode_ratio_observed_most": "The most",
     },
     "host_memory": {
         "reserve_4k": (
@@ -312,12 +320,15 @@ FIGURES: Mapping[str, Mapping[str, str]] = {
         "issue_ms_gpt_oss_120b": "The same for gpt-oss-120b",
         "issue_ms_gemma_3_27b_tp2": "The same for Gemma 3 27B, 2 GPUs",
         "syncs_per_step": "Times that the CPU waits for the device in a step",
-        "piecewise_forced": "1 if the connector takes full CUDA graphs from the engine",
     },
     "scheduling": {
-        "decision_us_64": "Microseconds to place one request over 64 workers, worst class",
-        "decision_us_8": "The same over 8 workers",
+        "scheduling_decision_us_64": (
+            "Microseconds to place one request over 64 workers, worst class"
+        ),
+        "scheduling_decision_us_8": "The same over 8 workers",
         "colocated_us_64": "The policy that looks for the least loaded worker only",
+        "ledger_us_64": "Microseconds of a decision that the router's ledger takes, 64 workers",
+        "ledger_request_us_64": "The same with the request's first token and its end",
     },
     "live_policies": {
         "live_over_best": (
@@ -345,18 +356,50 @@ FIGURES: Mapping[str, Mapping[str, str]] = {
     "live_redrawn": {
         "redrawn_over_best": (
             "The same servers and costs, simulated on 40 other draws of the sessions: mean task "
-            "time under `ownerserve` over the best policy's; the worse of three and four"
+            "time under `ownerserve` over the best policy's; the worse of three and four. The "
+            "machine is that of the costs"
         ),
     },
     "simulator": {
         "mooncake_requests_per_s": "Requests of the Mooncake trace per second",
         "agent_file_s": "Seconds for 20,843 requests of coding agents",
-        "decision_us_64": "Microseconds of a decision over 64 workers",
+        "simulator_decision_us_64": "Microseconds of a decision over 64 workers",
         "growth_ratio": (
-            "Time of a request in a trace that is ten times as long, over that in the shorter one; "
-            "the goal is about 1"
+            "Time of a request in a trace that is ten times as long, over that in the shorter one"
         ),
         "peak_gib": "Peak memory, GiB",
+    },
+    "side_by_side": {
+        "added_over_best_rival": (
+            "Time that a restore from memory adds to the own prefix hit, over the best of the "
+            "other connectors; worst model"
+        ),
+        "dram_over_memcpy": "The same over a memcpy; worst model with large restores",
+        "restore_fixed_ms": (
+            "Milliseconds that it adds beyond the memcpy; worst model with small restores"
+        ),
+        "ssd_over_limit": (
+            "Bandwidth of a restore after a restart, over the device's limit; worst model with "
+            "large restores"
+        ),
+        "ssd_over_verified_limit": (
+            "The same over its limit into memory that has been idle, with checksums"
+        ),
+        "rivals_run": "Other connectors that restored and answered right with at least one model",
+        "wrong_answers_ours": "Wrong answers of HeteroConnector, also after faults",
+        "unanswered_ours": "Its errors and hangs",
+    },
+    "checkpoint_policies": {
+        "over_hull_gemma-3-27b": (
+            "Seconds of restores under `adaptive`, over the front of the fixed policies at the "
+            "same bytes written: Gemma 3 27B"
+        ),
+        "over_hull_deepseek-v4-flash": "The same for DeepSeek-V4 Flash",
+        "objective_gemma-3-27b": (
+            "Seconds of writing and restoring under `adaptive`, over the best fixed policy's: "
+            "Gemma 3 27B"
+        ),
+        "objective_deepseek-v4-flash": "The same for DeepSeek-V4 Flash",
     },
 }
 """By benchmark and figure: its meaning."""
@@ -380,6 +423,8 @@ _TITLES = {
     "live_policies": "Policies on real servers",
     "live_redrawn": "The same policies on more sessions, simulated",
     "simulator": "The simulator",
+    "side_by_side": "Side by side with other connectors",
+    "checkpoint_policies": "Checkpoint policies",
 }
 
 
@@ -405,7 +450,9 @@ def figures() -> str:
             for result in found:
                 where = f"Time to first token, ms; {result.machine}, {result.date}:"
                 parts.append(f"{where}\n\n{_ttft(result)}")
-    return "\n\n".join([*parts, _corpora(), _checkpoints(), _separate_prefill()]) + "\n"
+        if benchmark == "checkpoint_policies":
+            parts.append(_checkpoints(found[0]))
+    return "\n\n".join([*parts, _corpora(), _separate_prefill()]) + "\n"
 
 
 _CORPORA = {
@@ -435,8 +482,7 @@ def _corpora() -> str:
     )
 
 
-def _checkpoints() -> str:
-    result = results("checkpoint_policies")[0]
+def _checkpoints(result: Result) -> str:
     header = ["model", "policy", "kB written per token", "seconds of restores"]
     rows = []
     for found in result.details["policies"]:
@@ -444,8 +490,7 @@ def _checkpoints() -> str:
         restores = f"{found['load_s'] + found['recompute_s']:,.4g}"
         rows.append([found["model"], f"`{found['policy']}`", written, restores])
     return (
-        "## Checkpoint policies\n\n`python -m benchmarks.checkpoint_policies --trace FILE`, "
-        f"{result.link}\n\nOn recorded requests of coding agents. The forward pass and the SSD are "
+        "On recorded requests of coding agents (`--trace FILE`). The forward pass and the SSD are "
         "priced here, not run, so these figures do not depend on the machine.\n\n"
         f"{table(header, rows)}"
     )

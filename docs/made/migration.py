@@ -38,7 +38,7 @@ _DIFFERENCES = {
             "cpu_bytes_to_use": "GiB, not bytes",
             "num_cpu_blocks": "GiB, not blocks",
             "block_size": "tokens per stored chunk",
-            "eviction_policy": "`leaf_lru`, `lru` or `value`",
+            "eviction_policy": "`leaf_lru` or `value`",
         },
         "Its panels go on showing bytes and seconds ([metrics](../reference/metrics.md)). In place "
         "of a secondary tier of type `fs` set `ssd_dir`.",
@@ -82,11 +82,15 @@ def compatibility() -> str:
     from hetero_connector import __version__
     from hetero_connector.artifacts.identity import FORMAT_VERSION
     from hetero_connector.config import KEYS
+    from hetero_connector.engine.scheduler.chain_answer import CHAIN_FORMAT
     from hetero_connector.metrics import METRICS
     from hetero_connector.planner.profile import PROFILE_FORMAT
-    from hetero_connector.store.ssd import journal_format
+    from hetero_connector.store.peers import card
+    from hetero_connector.store.ssd import generation_file, journal_format
     from hetero_connector.supported_vllm import SUPPORTED_VLLM
     from hetero_connector.tools.export_format import EXPORT_FORMAT
+    from hetero_connector.transfer import agent_metadata
+    from ownership.directory.redis import encoding
 
     oldest, *_, newest = SUPPORTED_VLLM
     major, minor = map(int, newest.split("."))
@@ -101,6 +105,15 @@ def compatibility() -> str:
          "what another version stored is not found, and is deleted when room is needed"],
         ["journal of `ssd_dir`", str(journal_format.FORMAT_VERSION), "a folder of another version "
          "is refused at start, with what to do"],
+        ["`generation` next to the journal", str(generation_file._VERSION), "what was stored "
+         "before is not found, as after a reset"],
+        ["directory in Redis", str(encoding.FORMAT_VERSION), "an engine of another version is "
+         "refused by the fleet, and goes on with its local cache alone: upgrade all engines "
+         "together, or name another fleet (`?fleet=NEW`)"],
+        ["what engines tell their peers", f"{card._VERSION}, {agent_metadata._VERSION}", "peers "
+         "read nothing from each other, and compute it"],
+        ["answer to routers", str(CHAIN_FORMAT), "the router does not know what that engine has "
+         "stored"],
         ["files of `heterocache export`", str(EXPORT_FORMAT), "refused by `heterocache import`: "
          "export again"],
         ["`learned.json`, profiles", str(PROFILE_FORMAT), "learned anew; a `planner_profile` is "

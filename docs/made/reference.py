@@ -71,8 +71,8 @@ def metrics() -> str:
         "has vLLM's own labels `model_name` and `engine`; Prometheus adds `_total` to counters. "
         "The tokens restored for each request appear in vLLM's external prefix cache metrics, "
         "too, as `host`, `disk` and `p2p`.\n\n"
-        "Bytes and seconds of loads and saves appear a second time under the names of vLLM's "
-        "native offloading, so that its panels show them: "
+        "Bytes of loads and saves, and seconds of loads, appear a second time under the names of "
+        "vLLM's native offloading, so that its panels show them: "
         f"{', '.join(f'`{name}`' for name in NATIVE_NAMES)}. Inside a MultiConnector with native "
         "offloading these names are its own."
     ]

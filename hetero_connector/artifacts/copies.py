@@ -19,8 +19,6 @@ class ExportedCopy:
     """Generation of the DRAM slot; 0 without one."""
     size_bytes: int
     checksum: bytes
-    replica: bool
-    """True if another engine owns it: it was read from a peer, or computed here as well."""
     on_ssd: bool = False
 
 

@@ -16,29 +16,9 @@ from functools import cached_property
 from typing import Any
 
 from hetero_connector.artifacts.canonical import encode
-from hetero_connector.artifacts.model_files import (
-    DIGEST_BYTES,
-    ModelSource,
-    locate_model,
-    lora_digest,
-    processor_digest,
-    tokenizer_digest,
-    weights_digest,
-)
+from hetero_connector.artifacts.model_files import DIGEST_BYTES
 from hetero_connector.artifacts.tensor_parallel import whole_model
 from hetero_connector.spec.model_spec import ModelSpec
-
-__all__ = [
-    "FORMAT_VERSION",
-    "Fingerprint",
-    "ModelSource",
-    "canonical_config",
-    "locate_model",
-    "lora_digest",
-    "processor_digest",
-    "tokenizer_digest",
-    "weights_digest",
-]
 
 FORMAT_VERSION = 2
 """Version of the stored format: artifact layout, chain hash, fingerprint."""
@@ -78,9 +58,9 @@ class Fingerprint:
     hf_config: str
     """`canonical_config` of the engine's config: overrides applied, RoPE included."""
     weights: bytes
-    """`weights_digest`."""
+    """`model_files.weights_digest`."""
     tokenizer: bytes
-    """`tokenizer_digest`."""
+    """`model_files.tokenizer_digest`."""
     quantization: str | None
     """Weight quantisation method; None for none."""
     kv_cache_dtype: str

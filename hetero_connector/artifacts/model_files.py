@@ -32,7 +32,7 @@ MAX_TENSOR_SAMPLES = 4096
 ADAPTER_BUDGET_BYTES = 64 << 20
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 _PART_FOLDERS = ("whisper-large-v3",)
 """Subfolders whose weights vLLM loads: Kimi-Audio's encoder. It loads those of no other."""
 # Files that trainers leave with the weights; vLLM skips them too (model_loader/weight_utils.py).
@@ -48,7 +48,6 @@ class ModelSource:
     """The files of a model on this machine."""
 
     path: Path
-    """The directory, or the single file of a GGUF model."""
     revision: str | None = None
     """Commit hash of a Hugging Face snapshot."""
 
@@ -92,7 +91,7 @@ def weights_digest(model_dir: Path, code_dir: Path | None = None) -> bytes:
     safetensors headers. Raises IdentityError if there is no weight file, or one is unreadable or
     has a damaged safetensors header.
     """
-    files = {model_dir.name: model_dir} if model_dir.is_file() else _weight_files(model_dir)
+    files = _weight_files(model_dir)
     if not files:
         raise IdentityError(
             f"{model_dir} contains no weights ({', '.join('*' + s for s in _WEIGHT_SUFFIXES)}), "
@@ -100,7 +99,7 @@ def weights_digest(model_dir: Path, code_dir: Path | None = None) -> bytes:
         )
     others = dict[str, Path]()
     for folder in (code_dir or model_dir, model_dir):
-        others |= _files(folder, _is_code_or_index) if folder.is_dir() else {}
+        others |= _files(folder, _is_code_or_index)
     others = dict(sorted(others.items()))
     content = [_named_digests(files, MODEL_BUDGET_BYTES), _named_digests(others, None)]
     return _digest(encode(["weights", *content]))
@@ -108,7 +107,7 @@ def weights_digest(model_dir: Path, code_dir: Path | None = None) -> bytes:
 
 def tokenizer_digest(tokenizer_dir: Path) -> bytes:
     """Return 32 bytes over the complete tokenizer files, of which there may be none."""
-    files = _files(tokenizer_dir, _is_tokenizer) if tokenizer_dir.is_dir() else {}
+    files = _files(tokenizer_dir, _is_tokenizer)
     return _digest(encode(["tokenizer", _named_digests(files, None)]))
 
 
@@ -117,8 +116,14 @@ def processor_digest(model_dir: Path) -> bytes:
 
     They say how images, audio and video are prepared.
     """
-    files = _files(model_dir, _is_processor) if model_dir.is_dir() else {}
+    files = _files(model_dir, _is_processor)
     return _digest(encode(["processor", _named_digests(files, None)]))
+
+
+def files_digest(directory: Path, suffix: str) -> bytes:
+    """Return 32 bytes over the complete files with this suffix, of which there may be none."""
+    files = _files(directory, lambda name: name.endswith(suffix))
+    return _digest(encode(["files", _named_digests(files, None)]))
 
 
 def lora_digest(adapter_dir: Path) -> bytes:

@@ -83,10 +83,13 @@ def _entry_format(config: HfConfig, kv_dtype: str) -> _Format:
 
 def _ratios(config: HfConfig) -> list[int]:
     """The compression ratio of each layer, 0 for none; from `layer_types` if none are given."""
-    if config.has("compress_ratios"):
-        ratios = list(config.sequence("compress_ratios"))
-    else:
-        ratios = [_TYPES_TO_RATIOS.get(kind, -1) for kind in config.sequence("layer_types")]
+    if not config.has("compress_ratios"):
+        kinds = config.sequence("layer_types")
+        for index, kind in enumerate(kinds):
+            if kind not in _TYPES_TO_RATIOS:
+                raise config.error(f"layer {index} has unknown type {kind!r}")
+        return [_TYPES_TO_RATIOS[kind] for kind in kinds]
+    ratios = list(config.sequence("compress_ratios"))
     for index, ratio in enumerate(ratios):
         if ratio not in (0, 1, CSA_RATIO, HCA_RATIO):
             raise config.error(

@@ -4,7 +4,7 @@
 - Running engines: `engine_commands`; `engines` finds and asks them, `status` and `live` (`top`)
   show them, `recording` makes timelines.
 - State on this machine: `doctor`, `inspection`, `verification`, `explanation`; `side_files` reads
-  what lies next to a journal; `profile_plot` draws what `heterocache calibrate` measured.
+  what lies next to a journal.
 - Moving a store: `exporting` and `importing`, whose files `export_format` defines.
 - Recorded requests and simulated fleets: `simulation_commands`.
 

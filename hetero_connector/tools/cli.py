@@ -257,24 +257,20 @@ def calibrate(
     if out.is_dir() or not out.parent.is_dir():  # check before minutes of measuring
         return complain(f"--out {out} is not a file in a directory that exists")
     from hetero_connector.engine.calibration import calibrate as measure  # starts vLLM
-    from hetero_connector.tools.profile_plot import plot
 
     try:
         if ssd_dir is not None:
             ssd_dir.mkdir(parents=True, exist_ok=True)
         found = measure(model, engine_args, ssd_dir, dram_gib, connector_args)
         found.profile.write(out)
-        picture = plot(found, out.with_name(f"{out.name}.png"))
     except ModuleNotFoundError as e:
         return complain(f"{e.name} is missing: pip install 'heterocache[cpu]', or [gpu]")
     except (HeteroCacheError, OSError) as e:
         return complain(e)
-    if picture is None:
-        note("no plot, because matplotlib is missing: pip install 'heterocache[sim]'")
     if as_json:
         print(json.dumps(found.profile.as_json()))
     else:
-        print(f"written: {out}" + (f", {picture}" if picture else ""))
+        print(f"written: {out}")
         for name, error in found.profile.fits():
             print(f"{name}: median error {error.median:.0%}, 95% within {error.p95:.0%}")
         if found.profile.copy_engines is not None:

@@ -208,7 +208,6 @@ def as_json(decision: RestoreDecision) -> dict[str, Any]:
     plan = decision.plan
     return {
         "boundary": plan.boundary if plan else 0,
-        "actions": list(decision.actions),
         "predicted": decision.predicted._asdict(),
         "nothing": decision.nothing._asdict(),
         "reuse_benefit_s": decision.reuse_benefit_s,

@@ -89,11 +89,6 @@ class FileTransfer(Protocol):
         """Its name in logs and errors: `nixl-posix-uring`, `pread`, ..."""
         ...
 
-    @property
-    def in_flight(self) -> int:
-        """The number of transfers that are not terminal, dropped ones included."""
-        ...
-
     def submit(self, direction: Direction, extents: Sequence[Extent]) -> Transfer:
         """Start moving `extents`, and return a transfer to poll.
 

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -41,17 +40,9 @@ class ChosenTransfer:
 
 
 def choose_file_transfer(
-    memory: Bytes,
-    files: Sequence[OpenFile],
-    probe_dir: Path,
-    prefer: Literal["auto", "nixl", "pread"] = "auto",
+    memory: Bytes, files: Sequence[OpenFile], probe_dir: Path
 ) -> ChosenTransfer:
-    """Choose NIXL (io_uring, then AIO) if it writes and reads 4 KiB in `probe_dir`, else preadv.
-
-    With `prefer="nixl"` a StoreError says why NIXL does not work. With `"pread"` it is not tried.
-    """
-    if prefer == "pread":
-        return ChosenTransfer(PreadFiles(memory, files), "pread was asked for")
+    """Choose NIXL (io_uring, then AIO) if it writes and reads 4 KiB in `probe_dir`, else preadv."""
     problems = []
     for queue in QUEUES:
         try:
@@ -62,8 +53,6 @@ def choose_file_transfer(
         except TransferError as e:
             problems.append(f"NIXL ({queue}) cannot write and read in {probe_dir}: {e}")
     why = "; ".join(dict.fromkeys(problems))
-    if prefer == "nixl":
-        raise StoreError(why)
     return ChosenTransfer(PreadFiles(memory, files), f"preadv instead of NIXL: {why}")
 
 

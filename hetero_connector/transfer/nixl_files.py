@@ -149,11 +149,6 @@ class NixlFiles:
         self._posted_bytes = 0
         self._closed = False
 
-    @property
-    def in_flight(self) -> int:
-        unposted = {id(t) for t in self._queued if not t.terminal}
-        return len(unposted | {id(p.transfer) for p in self._posts})
-
     def submit(self, direction: Direction, extents: Sequence[Extent]) -> NixlTransfer:
         if self._closed:
             raise StoreClosedError("submit after close")
@@ -171,7 +166,7 @@ class NixlFiles:
     def close(self, timeout_s: float = 10.0) -> bool:
         self._closed = True
         deadline = time.monotonic() + timeout_s
-        while self.in_flight:
+        while self._posts or self._queued:
             if time.monotonic() > deadline:
                 _leaked.append(self)
                 return False

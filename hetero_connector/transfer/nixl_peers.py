@@ -34,7 +34,6 @@ _LISTENING = "0A"
 _PROC = Path("/proc")
 _START_S = 60.0
 _KILL_S = 5.0
-_POLL_S = 1e-3
 _MAX_UNANSWERED_PINGS = 30
 """Calls of `maintain`, seconds apart, after which a process that does not answer is ended. They
 are counted, not timed, because a suspended machine makes no calls."""
@@ -83,11 +82,6 @@ class NixlPeers:
     def process_id(self) -> int:
         """The number of the process that peers can reach."""
         return self._child.process_id
-
-    @property
-    def in_flight(self) -> int:
-        self._child.drive()
-        return len(self._child.reads)
 
     def connect(self, peer: str, metadata: bytes) -> None:
         wanted = AgentMetadata.decode(metadata)
@@ -140,21 +134,19 @@ class NixlPeers:
                 logger.warning("peers cannot be read yet: %s", e)
         elif not child.metadata and self._clock() - self._started_s > _START_S:
             child.give_up("it did not start")
-        elif child.metadata and child.metadata != self.metadata:
+        elif not child.ended and child.metadata and child.metadata != self.metadata:
             self.metadata = child.metadata
             logger.info("peers can be read again, and can read this engine's DRAM tier")
-        elif child.metadata and not child.ended:
+            self._log_who_can_connect()
+        elif not child.ended and child.metadata:
             child.ping()
             if child.unanswered_pings > _MAX_UNANSWERED_PINGS:
                 child.give_up("it stopped answering")
         return False
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """See `PeerTransfers.close`. Ends the process, and with it every transfer."""
+        """See `PeerTransfers.close`. Ends the process at once, and with it every transfer."""
         self._closed = True
-        deadline_s = time.monotonic() + timeout_s
-        while self.in_flight and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S)
         return self._child.kill(_KILL_S)
 
     def _start_later(self) -> float:

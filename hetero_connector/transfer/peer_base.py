@@ -5,7 +5,7 @@ needs to read them. Reads are one-sided: the owner of the memory takes no part i
 notice them. The owner may overwrite the bytes while they are read, so the reader must verify what
 arrived.
 
-Threads: the methods belong to one I/O thread; none waits for a peer, except `close`.
+Threads: the methods belong to one I/O thread; none waits for a peer.
 
 Memory: as in `base`. A stopped peer may answer minutes later, so the destination of a read stays
 in quarantine until its transfer is `terminal`, possibly for ever.
@@ -47,11 +47,6 @@ class PeerTransfers(Protocol):
         """The bytes with which a peer can `connect` to this engine; may change, see `maintain`."""
         ...
 
-    @property
-    def in_flight(self) -> int:
-        """The number of transfers that are not terminal, dropped ones included."""
-        ...
-
     def connect(self, peer: str, metadata: bytes) -> None:
         """Use these metadata for reads of `peer` from now on. Idempotent.
 
@@ -82,10 +77,10 @@ class PeerTransfers(Protocol):
         ...
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Wait for transfers to end, then release the memory. Idempotent.
+        """End the transfers, then release the memory. Idempotent.
 
-        Returns False if a transfer had not ended at the timeout: then the memory must be kept for
-        the life of the process.
+        Returns False if one may go on, because it could not be ended: then the memory must be kept
+        for the life of the process.
         """
         ...
 

@@ -179,21 +179,26 @@ class PeerChild:
         self._process.kill()
 
     def _on_frame(self, frame: Frame) -> None:
+        """Handle a message. Raises ValueError or PeerError for one that is malformed or not due.
+
+        Else a flood of them would hold the engine's thread for ever.
+        """
+        is_starting = not (self.metadata or self._problem)
         if frame.kind is Kind.ENDED:
             failure = parse_error(frame.payload) if frame.payload else None
             read = self.reads.pop(frame.read, None)
             if read is None:
                 raise ValueError(f"the end of an unknown read: {frame.read}")
             read.end(failure)
-        elif frame.kind is Kind.ALIVE:
+        elif frame.kind is Kind.ALIVE and self.unanswered_pings:
             self.unanswered_pings = 0
-        elif frame.kind is Kind.READY:
+        elif frame.kind is Kind.READY and is_starting:
             self.agent = AgentMetadata.decode(frame.payload).agent
             self.metadata = frame.payload
-        elif frame.kind is Kind.FAILED:
-            self._problem = frame.payload.decode(errors="replace")
+        elif frame.kind is Kind.FAILED and is_starting:
+            self._problem = frame.payload.decode(errors="replace") or "no reason was given"
         else:
-            raise ValueError(f"a message of kind {frame.kind.name}")
+            raise ValueError(f"an unexpected message of kind {frame.kind.name}")
 
     def _send(self, frame: Frame) -> None:
         self._outbox += frame.encode()

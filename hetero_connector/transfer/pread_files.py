@@ -78,7 +78,6 @@ class PreadFiles:
         self._memory_bytes = len(memory)
         self._view = memory.data
         self._files = tuple(files)
-        self._active: list[PreadTransfer] = []
         self._closed = False
         self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
         # Daemons, because a system call stuck on dead storage must not keep the process alive.
@@ -89,17 +88,12 @@ class PreadFiles:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def in_flight(self) -> int:
-        return sum(not transfer.terminal for transfer in self._active)
-
     def submit(self, direction: Direction, extents: Sequence[Extent]) -> PreadTransfer:
         if self._closed:
             raise StoreClosedError("submit after close")
         check_extents(extents, self._files, self._memory_bytes)
         parts = [part for extent in extents for part in split(extent, _PART_BYTES)]
         transfer = PreadTransfer(direction, len(parts))
-        self._active = [t for t in self._active if not t.terminal] + [transfer]
         for part in parts:
             self._parts.put(_Part(transfer, part))
         return transfer

@@ -63,8 +63,7 @@ class UcxAgent:
                     settings.enter_context(default_environment(key, value))
                 self._agent.createBackend("UCX", {})
             described = [(address, size, 0, "") for address, size in regions]
-            self._registered = bindings.nixlRegDList(bindings.DRAM_SEG, described)
-            self._agent.registerMem(self._registered, [])
+            self._agent.registerMem(bindings.nixlRegDList(bindings.DRAM_SEG, described), [])
             self.metadata = bytes(self._agent.getLocalMD())
         except Exception as e:  # nixl's exceptions derive from Exception only
             raise StoreError(
@@ -141,9 +140,3 @@ class UcxAgent:
         except self._bindings.nixlRepostActiveError:
             return False
         return True
-
-    def close(self) -> None:
-        """Deregister the regions and end the agent. Nothing may be in flight. Idempotent."""
-        if self._agent is not None:
-            self._agent.deregisterMem(self._registered, [])
-            self._agent = None

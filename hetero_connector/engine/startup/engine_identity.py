@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -14,15 +13,15 @@ from vllm.platforms import current_platform
 
 from hetero_connector import __version__, machine
 from hetero_connector.artifacts.canonical import encode
-from hetero_connector.artifacts.identity import (
-    Fingerprint,
-    canonical_config,
+from hetero_connector.artifacts.identity import Fingerprint, canonical_config
+from hetero_connector.artifacts.model_files import (
+    DIGEST_BYTES,
+    files_digest,
     locate_model,
     processor_digest,
     tokenizer_digest,
     weights_digest,
 )
-from hetero_connector.artifacts.model_files import DIGEST_BYTES
 from hetero_connector.artifacts.tensor_parallel import whole_model
 from hetero_connector.engine.startup.rendezvous import WorkerGeometry
 from hetero_connector.engine.startup.rounding import SHARED
@@ -44,6 +43,12 @@ _UNFAITHFUL_BACKENDS = {
     ),
 }
 """Attention backends on which even the engine's own prefix hit changes the answer."""
+_LOAD_FORMATS = (
+    *("auto", "hf", "safetensors", "pt", "fastsafetensors", "instanttensor", "mistral", "dummy"),
+    *("sharded_state", "runai_streamer", "runai_streamer_sharded"),
+)
+"""Load formats that read the files whose digest is the identity. Not so `npcache`, which reads a
+copy that it made of earlier files, and those that take weights from another process or place."""
 _PART_REPOSITORIES = ("text_model_id", "audio_model_id")
 """Fields of a config that name repositories with weights of the model's parts (Ultravox)."""
 
@@ -166,20 +171,39 @@ def check_supported(config: VllmConfig) -> None:
             "HiSparse keeps part of the KV cache in host memory, in blocks of its own, which "
             "HeteroConnector cannot copy: set hisparse_config in --attention-config to null"
         )
-    if config.load_config.load_format == "tensorizer":
+    if config.model_config.model_weights:
         raise UnsupportedModelError(
-            "--load-format tensorizer loads other weights than the model's files, whose digest "
-            "identifies what is stored: set --load-format auto"
+            f"the weights are read from {config.model_config.model_weights}, not from the model's "
+            "files, whose digest identifies what is stored: serve a local copy, without "
+            "model_weights"
         )
-    dtypes = [config.cache_config.cache_dtype]
-    if config.speculative_config is not None and config.speculative_config.kv_cache_dtype:
-        dtypes.append(config.speculative_config.kv_cache_dtype)
+    loads, dtypes = [config.load_config], [config.cache_config.cache_dtype]
+    if (draft := config.speculative_config) is not None:
+        loads += [draft.draft_load_config] if draft.draft_load_config is not None else []
+        dtypes += [draft.kv_cache_dtype] if draft.kv_cache_dtype else []
+    for load in loads:
+        _check_files_are_read(load)
     for dtype in dtypes:
         if dtype not in get_args(CacheDType):
             raise UnsupportedModelError(
                 f"--kv-cache-dtype {dtype}: a plugin of vLLM brings this format, which may keep "
                 "part of its state outside the pages: set --kv-cache-dtype to auto or fp8"
             )
+
+
+def _check_files_are_read(load: LoadConfig) -> None:
+    """Raise UnsupportedModelError if vLLM may load other weights than those that are digested."""
+    if load.load_format not in _LOAD_FORMATS:
+        raise UnsupportedModelError(
+            f"--load-format {load.load_format} loads other weights than the model's files, whose "
+            "digest identifies what is stored: set --load-format auto, also in draft_load_config"
+        )
+    pattern = load.model_loader_extra_config.get("pattern")
+    if pattern and ("/" in pattern or not pattern.endswith(".safetensors")):
+        raise UnsupportedModelError(
+            f"--model-loader-extra-config: files by the pattern {pattern!r} are no part of the "
+            "digest that identifies what is stored: name them *.safetensors in the model's folder"
+        )
 
 
 def _dtype(config: VllmConfig) -> str:
@@ -195,6 +219,28 @@ def _weights(load: LoadConfig, model: str, revision: str | None, code: Path | No
     if load.load_format == "dummy":
         return b""
     return weights_digest(locate_model(model, revision, load.download_dir).path, code)
+
+
+def _code(model: ModelConfig) -> str:
+    """Return the digests of code that `trust_remote_code` runs from elsewhere than its files.
+
+    It is in repositories that the config names, and at `--code-revision`.
+    """
+    if not model.trust_remote_code:
+        return ""
+    named = (getattr(model.hf_config, "auto_map", None) or {}).items()
+    references = [x for name, x in named if name.startswith(("AutoConfig", "AutoModel"))]
+    repositories = {x.partition("--")[0] for x in references if "--" in x} - {model.model}
+    if model.code_revision:
+        repositories.add(model.model)
+    digests = []
+    for repository in sorted(repositories):
+        try:
+            code = locate_model(repository, model.code_revision)
+        except IdentityError:  # what is not on this machine has not run
+            continue
+        digests.append(files_digest(code.path, ".py").hex())
+    return " ".join(digests)
 
 
 def _tokenizer(model: ModelConfig, source: Path) -> bytes:
@@ -225,6 +271,7 @@ def _draft(speculative: Any, target_load: LoadConfig) -> dict[str, Any]:
     return {
         "draft_model": f"{settings} {weights.hex()}",
         "draft_config": canonical_config(draft.hf_config.to_dict()),
+        "draft_code": _code(draft),
         "draft_dtype": draft.dtype,
         "draft_quantization": draft.quantization,
     }
@@ -251,11 +298,7 @@ def _media(model: Any, source: Path) -> dict[str, Any]:
         "video_pruning_rate", "video_pruning_method", "language_model_only",
     )  # fmt: skip
     settings = canonical_config({name: getattr(media, name) for name in names})
-    return {
-        "media_processor": processor_digest(source).hex(),
-        "media_settings": settings,
-        "transformers": metadata.version("transformers"),
-    }
+    return {"media_processor": processor_digest(source).hex(), "media_settings": settings}
 
 
 def _length(model: Any) -> int:
@@ -277,6 +320,7 @@ def _extras(
         "device": geometry.device,
         "max_model_len": _length(model),
         "attention_temperature": model.override_generation_config.get("attn_temperature_tuning"),
+        "code": _code(model),
         "load_format": load.load_format,
         "seed": model.seed if load.load_format == "dummy" else "",
         "quantization_config": repr(model.quantization_config),

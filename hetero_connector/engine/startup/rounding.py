@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,28 +20,37 @@ from vllm.platforms import current_platform
 
 from hetero_connector import machine
 from hetero_connector.artifacts.identity import canonical_config
+from hetero_connector.artifacts.model_files import files_digest
 
 if TYPE_CHECKING:
     from vllm.config import CompilationConfig, VllmConfig
+    from vllm.config.kernel import KernelConfig
 
 SHARED = frozenset({"machine", "libraries", "switches"})
 """Parts that engines of different tensor-parallel sizes must have in common to share state. They
 round differently anyway, so the other parts do not count."""
 
-_LIBRARIES = ("torch", "triton", "flashinfer-python", "flash-attn", "zentorch")
+_LIBRARIES = (
+    *("torch", "torchao", "triton", "flashinfer-python", "flash-attn", "zentorch"),
+    "transformers",  # vLLM runs many models, text models too, by its code
+)
 _OTHER_SWITCHES = (
     "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR",
     "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO",
+    "VLLM_ZENTORCH_WEIGHT_PREPACK", "VLLM_FLASHINFER_AUTOTUNE_SKIP_OPS",
 )  # fmt: skip
 _PLACES = frozenset(
     (
         *("HOST", "HOSTNAME", "PORT", "IP", "IPS", "RANK", "LOCAL", "DP", "RAY", "NIC", "NIXL"),
         *("MOONCAKE", "P2P", "INDICES", "BIND", "NUM", "THREADS", "PATH", "DIR", "HOME", "CACHE"),
         *("PREFIX", "REPO", "URL", "BUILD", "DOCKER", "COMMIT", "TAG", "DATE", "USAGE", "PLUGINS"),
-        *("TIMEOUT", "LOG", "LOGO", "DEBUG"),
+        *("TIMEOUT", "LOG", "LOGO", "LOGGING", "DEBUG", "PROFILING"),
+        *("API", "COMPLETION", "EVENTS", "ID", "INSECURE", "INSTRUCTIONS", "SEQUENCES", "STRINGS"),
+        *("TOOL", "UPDATING"),
     )
 )
-"""Words in the names of vLLM's variables that name a place or a person, not a computation."""
+"""Words in the names of vLLM's variables that are of a place, a person, the log or the server's
+API, not of a computation."""
 
 
 def rounding(config: VllmConfig) -> dict[str, str]:
@@ -50,7 +60,7 @@ def rounding(config: VllmConfig) -> dict[str, str]:
         "threads": str(torch.get_num_threads()) if current_platform.is_cpu() else "",
         "libraries": ", ".join(f"{name} {_version(name)}" for name in _LIBRARIES),
         "compilation": _compilation(config.compilation_config),
-        "kernels": config.kernel_config.compute_hash(),
+        "kernels": _kernels(config.kernel_config),
         "attention": config.attention_config.compute_hash(),
         "recurrent": canonical_config(asdict(config.mamba_config)),
         "additional": _additional(config.additional_config),
@@ -58,6 +68,7 @@ def rounding(config: VllmConfig) -> dict[str, str]:
         "cascade_attention": str(not config.model_config.disable_cascade_attn),
         "all_reduce": str(not config.parallel_config.disable_custom_all_reduce),
         "all_to_all": str(config.parallel_config.all2all_backend),
+        "experts": _experts(config),
     }
 
 
@@ -95,6 +106,22 @@ def _compilation(config: CompilationConfig) -> str:
     )
 
 
+def _kernels(config: KernelConfig) -> str:
+    """Return vLLM's hash of the kernels, and whether FlashInfer is tuned, which is not in it."""
+    return f"{config.compute_hash()}, tuned {config.enable_flashinfer_autotune}"
+
+
+def _experts(config: VllmConfig) -> str:
+    """Return the number of engines that the model's experts are on, and whether they move.
+
+    Each engine adds up its own experts first, so sums round differently.
+    """
+    if not config.model_config.is_moe:
+        return ""
+    parallel = config.parallel_config
+    return f"over {parallel.data_parallel_size} engines, balanced {parallel.enable_eplb}"
+
+
 def _additional(config: Any) -> str:
     """Return `--additional-config`, in which vLLM also keeps the kernels of delta nets."""
     return canonical_config(config) if isinstance(config, Mapping) else str(config.compute_hash())
@@ -108,7 +135,14 @@ def _version(distribution: str) -> str:
 
 
 def _switches() -> str:
-    """Return the variables that choose kernels and are set, by vLLM's list for compiled graphs."""
+    """Return the variables that choose kernels and are set, by vLLM's list for compiled graphs.
+
+    A folder of tuned kernels counts by its files.
+    """
     names = [x for x in envs.compile_factors() if not _PLACES & set(x.split("_"))]
     chosen = sorted(name for name in (*names, *_OTHER_SWITCHES) if name in os.environ)
-    return " ".join(f"{name}={os.environ[name]}" for name in chosen)
+    shown = [f"{name}={os.environ[name]}" for name in chosen]
+    tuned = Path(os.environ.get("VLLM_TUNED_CONFIG_FOLDER", ""))
+    if tuned != Path() and tuned.is_dir():
+        shown.append(f"tuned kernels {files_digest(tuned, '.json').hex()}")
+    return " ".join(shown)

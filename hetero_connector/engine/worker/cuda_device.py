@@ -102,7 +102,7 @@ class CudaDevice:
         """Page-lock the arena, so that the device reads and writes it by itself.
 
         If that fails, copies go through a small buffer, and block. It also reserves the memory that
-        the first copies would wait for.
+        the first uploads would wait for, also on the forward's stream, which clears pages.
         """
         pinned = None
         try:
@@ -111,7 +111,7 @@ class CudaDevice:
             if not pinned.is_complete:
                 self._bounce = BounceBuffer.open(self._mover, arena, largest_artifact_bytes)
             # Not before: vLLM has torch release unused memory when it has captured its graphs.
-            for stream in self._streams:
+            for stream in (*self._streams, torch.cuda.current_stream()):
                 with torch.cuda.stream(stream):
                     self._mover.reserve_uploads()
         except (OSError, RuntimeError) as error:

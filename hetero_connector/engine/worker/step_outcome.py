@@ -52,7 +52,7 @@ class StepOutcome:
         self._failed_recving: set[str] = set()
         self._invalid_blocks: set[int] = set()
         self._lost: set[str] = set()
-        """Requests of which a parked load was lost."""
+        """Requests whose parked load was reported as lost, while its copy may be under way."""
         self.broken = False
         """True once a load has failed."""
 
@@ -70,7 +70,9 @@ class StepOutcome:
 
     def on_parked_load(self, load: Load) -> None:
         """Report a load between steps to vLLM, unless it has been reported as lost."""
-        if load.request_id not in self._lost:
+        if load.request_id in self._lost:
+            self._lost.remove(load.request_id)  # a later request may have its id
+        else:
             self._finished_recving.add(load.request_id)
 
     def on_saves_ended(self, saves: Iterable[Save], *, copied: bool) -> None:
@@ -86,7 +88,6 @@ class StepOutcome:
         if load.parked:
             self._finished_recving.add(load.request_id)
             self._failed_recving.add(load.request_id)
-            self._lost.add(load.request_id)
         elif self._takes_blocks:
             self._invalid_blocks.update(filter(None, load.block_ids))
         else:
@@ -101,6 +102,8 @@ class StepOutcome:
             self._errors.count("load", error)
             self.broken = self._report.broken = True
             for load in loads:
+                if load.parked:
+                    self._lost.add(load.request_id)
                 ids = [i for blocks in load.blocks.values() for i in blocks.ids]
                 self.on_lost_load(LostLoad(load.request_id, ids, load.parked))
 

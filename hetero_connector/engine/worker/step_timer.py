@@ -1,4 +1,4 @@
-"""Measure a worker's forward passes and loads for the cost model."""
+"""Measure a worker's forward passes for the cost model, and its loads also for the metrics."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ from collections.abc import Callable
 
 from hetero_connector.engine.messages import StepTiming
 from hetero_connector.engine.worker.devices import Device, Stopwatch
+from hetero_connector.metrics import Recorder
 
 
 class StepTimer:
     """Times one step after another. Never waits for a device that finishes a step later."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, recorder: Recorder) -> None:
         self._device = device
+        self._recorder = recorder
         self._step: int | None = None
-        self._forward = self._copies = device.time_forward()
+        self._forward, self._copies = device.time_forward(), device.time_copies()
+        self._has_copies = False
         self._end_forward: Callable[[], None] = _nothing
-        self._ended: list[tuple[int, Stopwatch, Stopwatch]] = []
+        self._ended: list[tuple[int | None, Stopwatch, Stopwatch]] = []
 
     def begin(self, step: int) -> None:
-        """Begin to time a step."""
+        """Begin to time a step's forward; its loads are timed in any case."""
         self._step = step
-        self._forward, self._copies = self._device.time_forward(), self._device.time_copies()
         self._end_forward = self._forward.start()
 
     def start_wait(self) -> Callable[[], None]:
@@ -33,25 +35,34 @@ class StepTimer:
 
     def start_copies(self) -> Callable[[], None]:
         """Begin a stretch of copies; call the result at its end."""
-        return _nothing if self._step is None else self._copies.start()
+        self._has_copies = True
+        return self._copies.start()
 
     def end(self) -> None:
         """End the step: its forward and its copies have been issued."""
-        if self._step is None:
+        if self._step is None and not self._has_copies:
             return
-        self._end_forward()
+        if self._step is not None:
+            self._end_forward()
         self._ended.append((self._step, self._forward, self._copies))
-        self._step = None
+        self._forward, self._copies = self._device.time_forward(), self._device.time_copies()
+        self._step, self._has_copies = None, False
 
     def take(self) -> list[StepTiming]:
-        """Take the timings of steps that the device has finished, oldest first."""
+        """Take the timings of steps that the device has finished, oldest first.
+
+        They have those steps that were begun. The times of all loads are recorded.
+        """
         taken = []
         while self._ended:
             step, forward, copies = self._ended[0]
             forward_s, load_s = forward.seconds(), copies.seconds()
             if forward_s is None or load_s is None:
                 break
-            taken.append(StepTiming(step, forward_s, load_s))
+            if load_s:
+                self._recorder.observe("heterocache_load_seconds", load_s)
+            if step is not None:
+                taken.append(StepTiming(step, forward_s, load_s))
             del self._ended[0]
         return taken
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class WorkerSide:
         self._registered = {name: (cache, cache.data_ptr()) for name, cache in stored.items()}
         if layers:
             self._device = device_of(stored, self._copy_engines)
-            self._timer = StepTimer(self._device)
+            self._timer = StepTimer(self._device, self._recorder)
         for spec in layers:
             assert self._device is not None
             view = page_view(spec, kv_caches[spec.layer], self._num_blocks)
@@ -153,7 +154,7 @@ class WorkerSide:
         if self._hooks.begin_step() and self._layerwise != "off":
             self.outcome.on_hidden_share(self._hidden_share())
         if meta.early_saves:
-            with self.outcome.saving(step):
+            with self._timing_saves(), self.outcome.saving(step):
                 self._copy_early_saves(meta)
         if self._timer and meta.timed_as is not None:
             self._timer.begin(meta.timed_as)
@@ -174,7 +175,6 @@ class WorkerSide:
             self.outcome.on_lost_load(lost)
         if not meta.loads:
             return
-        started = time.perf_counter()
         with self.outcome.loading(meta.loads):
             self.outcome.check_loads()
             assert self._timer is not None
@@ -186,7 +186,6 @@ class WorkerSide:
                 self._get_device().finish()  # the pages of lost loads are about to be used
                 raise
             end_wait()
-        self._recorder.observe("heterocache_load_seconds", time.perf_counter() - started)
 
     def protect_replays(
         self,
@@ -230,12 +229,10 @@ class WorkerSide:
                 return
             step.written[layer] = None
             if len(step.written) >= self._get_device().layers_per_copy:
-                started = time.perf_counter()
-                with self.outcome.saving(step):
+                with self._timing_saves(), self.outcome.saving(step):
                     self._save_layers(step, list(step.written))
                     step.saved.update(step.written)
                     step.written.clear()
-                self._save_s += time.perf_counter() - started
 
     def take_transfers(self) -> tuple[set[str], set[str]]:
         """Take the requests whose parked load has ended, and those of them whose load failed.
@@ -300,7 +297,11 @@ class WorkerSide:
             if self._timer:
                 self._timer.end()
             if meta.saves and not step.broken:
-                self._save_remaining_layers(step)
+                with self._timing_saves():
+                    self._save_remaining_layers(step)
+        if self._save_s:
+            self._recorder.observe("heterocache_save_seconds", self._save_s)
+            self._save_s = 0.0
         copied = not (step.broken or self.outcome.broken)
         early_copied = copied and step.begun
         loads = step.loads
@@ -406,10 +407,15 @@ class WorkerSide:
         step.save_layers(layers)
 
     def _save_remaining_layers(self, step: WorkerStep) -> None:
-        started = time.perf_counter()
         layers = [x for x in self._layers if x in step.written or x not in step.saved]
         self._save_layers(step, layers)
         self._get_device().make_forward_wait_for_saves()
-        self._save_s += time.perf_counter() - started
-        self._recorder.observe("heterocache_save_seconds", self._save_s)
-        self._save_s = 0.0
+
+    @contextmanager
+    def _timing_saves(self) -> Iterator[None]:
+        """Add the time inside to that of the step's saves."""
+        started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._save_s += time.perf_counter() - started_s
