@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from examples.serving import Server
-from ownership.simulator.figures import Tally
+from hetero_connector.timeline import Timeline
 from ownership.simulator.fleet_file import FleetSpec
 from ownership.simulator.machine.request import Hits, LiveRequest
 from ownership.simulator.policies import PolicySpec
+from ownership.simulator.recording import Recording
 from ownership.simulator.simulate import state_bytes_of
 from ownership.simulator.simulation import FleetSimulation
 from ownership.simulator.state.shape import StateShape
@@ -85,10 +86,10 @@ def account_of_simulation(
     trace: Trace, fleet: FleetSpec, policy: PolicySpec, chunk_tokens: int
 ) -> Account:
     """Replay the trace as recorded, and make the account."""
-    run, tally = _simulated(trace, fleet, policy, chunk_tokens)
-    hits = Hits(*tally.hits)
+    run, answers = _simulated(trace, fleet, policy, chunk_tokens)
+    hits = Hits(*run.tally.hits)
     flows = _by_flow(state_bytes_of(run.shape, run.totals()))
-    return Account(_by_tier(hits), flows, tally.by_name, list(tally.task_s))
+    return Account(_by_tier(hits), flows, answers.ttft_s, list(run.tally.task_s))
 
 
 def accounts_apart(
@@ -98,13 +99,15 @@ def accounts_apart(
 
     Times are in the second one, from the moment that requests were sent to the fleet.
     """
-    run, tally = _simulated(trace, fleet, policy, chunk_tokens)
-    parts = zip(run.totals(), (Hits(*tally.hits), tally.decoder_hits), strict=True)
+    run, answers = _simulated(trace, fleet, policy, chunk_tokens)
+    hits_apart = Hits(*run.tally.hits), answers.decoder_hits
+    parts = zip(run.totals(), hits_apart, strict=True)
     prefill, decode = (
         Account(_by_tier(hits), _by_flow(state_bytes_of(run.shape, [worker])), {}, ())
         for worker, hits in parts
     )
-    return prefill, replace(decode, ttft_s=tally.by_name, session_s=by_session(tally.answer_s))
+    session_s = by_session(answers.answer_s)
+    return prefill, replace(decode, ttft_s=answers.ttft_s, session_s=session_s)
 
 
 def by_session(answer_s: Mapping[RequestName, float]) -> list[float]:
@@ -117,29 +120,33 @@ def by_session(answer_s: Mapping[RequestName, float]) -> list[float]:
 
 def _simulated(
     trace: Trace, fleet: FleetSpec, policy: PolicySpec, chunk_tokens: int
-) -> tuple[FleetSimulation, _NamedTally]:
+) -> tuple[FleetSimulation, Answers]:
     shape = StateShape.of(fleet.model, chunk_tokens)
-    run = FleetSimulation(fleet, policy, shape, iter(trace), trace.block_tokens, seed=0)
-    run.tally = tally = _NamedTally()
+    answers = Answers()
+    run = FleetSimulation(
+        fleet, policy, shape, iter(trace), trace.block_tokens, seed=0, recording=answers
+    )
     run.run()
-    return run, tally
+    return run, answers
 
 
-@dataclass
-class _NamedTally(Tally):
-    """Keeps the times of each request."""
+class Answers(Recording):
+    """Keeps where and when each request of a simulation was answered."""
 
-    by_name: dict[RequestName, float] = field(default_factory=dict)
-    """Seconds to the first token."""
-    answer_s: dict[RequestName, float] = field(default_factory=dict)
-    """Seconds to the last token."""
-    decoder_hits: Hits = field(default_factory=Hits)
-    """The decoder's hits in all remote prefills."""
+    def __init__(self) -> None:
+        super().__init__(Timeline())
+        self.workers: dict[RequestName, str] = {}
+        """The worker that decoded."""
+        self.ttft_s: dict[RequestName, float] = {}
+        self.answer_s: dict[RequestName, float] = {}
+        self.decoder_hits = Hits()
+        """The decoder's hits in all remote prefills."""
 
-    def on_answered(self, request: LiveRequest, now_s: float) -> None:
-        super().on_answered(request, now_s)
+    def add_request(self, worker: str, request: LiveRequest, now_s: float) -> None:
+        """Keep it; the decoder of a handoff comes last."""
         name = request.session, request.index
-        self.by_name[name] = request.first_token_s - request.arrived_s
+        self.workers[name] = worker
+        self.ttft_s[name] = request.first_token_s - request.arrived_s
         self.answer_s[name] = now_s - request.arrived_s
         decoder = request.decoder_hits or Hits()
         for tier in _TIERS:

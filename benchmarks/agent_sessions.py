@@ -91,21 +91,6 @@ def recorded(path: Path, num_sessions: int) -> list[Session]:
     return [_session(session, trace.block_tokens) for session in chosen]
 
 
-def scaled(session: Session, factor: int, max_turns: int) -> Session:
-    """Return the first turns with every `factor`-th block, for an engine of short prompts.
-
-    Blocks are dropped by their id, so prompts still share what they shared before.
-    """
-
-    def turn(full: Turn) -> Turn:
-        blocks = full.blocks[full.blocks % factor == 0]
-        unfinished = full.prompt_tokens - len(full.blocks) * session.block_tokens
-        prompt_tokens = len(blocks) * session.block_tokens + unfinished // factor
-        return Turn(full.at_s, blocks, max(1, prompt_tokens), max(1, full.output_tokens // factor))
-
-    return Session(session.name, tuple(map(turn, session.turns[:max_turns])), session.block_tokens)
-
-
 def synthetic(num_sessions: int, seed: int) -> list[Session]:
     """Make sessions that grow like recorded coding agents; 2% of the turns are continued twice."""
     trace = synthetic_trace(

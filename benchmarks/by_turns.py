@@ -3,7 +3,7 @@
 It runs one benchmark of this package in the checkout `BEFORE` and in this one by turns, so that a
 change of the machine's speed affects both, and prints the medians of every figure in its `--json`
 line with their ratio. Make the other checkout with `git worktree add BEFORE COMMIT`. Both run with
-this Python.
+this Python. A turn is no result of the day: this checkout writes none.
 
 `spread` is the largest ratio of two runs of the same checkout. A smaller ratio means nothing.
 """
@@ -19,7 +19,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from benchmarks.measure import machine_line, table
+from benchmarks.measure import WRITES_NOTHING, machine_line, table
 
 HERE = Path(__file__).parents[1]
 
@@ -30,7 +30,7 @@ def figures_of(checkout: Path, benchmark: list[str]) -> dict[str, float]:
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", *arguments, "--json"],
         cwd=checkout,
-        env=os.environ | {"PYTHONPATH": str(checkout)},
+        env=os.environ | {"PYTHONPATH": str(checkout), WRITES_NOTHING: "1"},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

@@ -6,27 +6,22 @@ planner's default costs. For every policy and model it measures the bytes writte
 new token, and the seconds to restore stored state, by loading or recomputing.
 
 - `over_hull_<model>`: those seconds of `adaptive`, divided by the lower convex hull of the fixed
-  policies at the same bytes. Goal <= 1: on or under their Pareto front.
+  policies at the same bytes; at most 1 is on or under their Pareto front.
 - `objective_<model>`: seconds of writing, loading and recomputing of `adaptive`, divided by those
-  of the best fixed policy. Goal <= 1.
-
-With `--day` the sessions are spread over a day with smaller and smaller budgets and disks:
-`day_over_budget` is the most written in any 24 hours divided by the budget, `day_over_capacity` the
-disk's use divided by `ssd_gib`. Goals <= 1.
+  of the best fixed policy.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import pareto, session_day
+from benchmarks import pareto
 from benchmarks.agent_sessions import Session, recorded, synthetic
+from benchmarks.goals import goal_table
 from benchmarks.measure import machine_line, rounded, save, table
 from benchmarks.policy_replay import PolicyRun, replay
 from hetero_connector.planner.checkpoints import NEVER
@@ -45,15 +40,7 @@ def main() -> None:
     report.add(_heading(arguments, sessions))
     runs = replay(MODELS, (*FIXED, "adaptive"), sessions, profile)
     report.add(_policy_table(runs), figures_of(runs), policies=[_details(run) for run in runs])
-    scratch = _scratch()
-    try:
-        if arguments.day:
-            days = session_day.sweep(sessions, scratch / "day", _SEED)
-            figures = session_day.figures_of(days)
-            report.add(session_day.report(days), figures, days=[day.details() for day in days])
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    report.add(_goal_table(report.figures))
+    report.add(goal_table("checkpoint_policies", report.figures))
     if arguments.out:
         text = "\n\n".join(report.sections)
         print(f"written: {save('checkpoint_policies', text, report.figures, report.details)}")
@@ -136,14 +123,6 @@ def _row(run: PolicyRun, runs: Sequence[PolicyRun]) -> list[object]:
     ]  # fmt: skip
 
 
-def _goal_table(figures: Mapping[str, float]) -> str:
-    rows = [
-        [name, f"{value:.4g}", "<= 1", "met" if value <= 1.0 else "missed"]
-        for name, value in figures.items()
-    ]
-    return table(["figure", "value", "goal", ""], rows)
-
-
 def _details(run: PolicyRun) -> dict[str, Any]:
     return {
         "model": run.model,
@@ -157,12 +136,6 @@ def _details(run: PolicyRun) -> dict[str, Any]:
     }
 
 
-def _scratch() -> Path:
-    parent = Path.cwd() / ".cache"
-    parent.mkdir(exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix="checkpoint-policies-", dir=parent))
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.checkpoint_policies", description=__doc__
@@ -171,7 +144,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, help="coding-agent sessions; synthetic without")
     parser.add_argument("--sessions", type=int, default=8, help="evenly spaced ones of the trace")
     parser.add_argument("--profile", type=Path, help="of `heterocache calibrate`")
-    parser.add_argument("--day", action="store_true", help="a day within SSD capacity and budget")
     parser.add_argument("--out", action="store_true", help="write the table into results/")
     parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
     arguments = parser.parse_args()

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import machine_line, publish, rounded, table
+from benchmarks.measure import is_default, machine_line, publish, rounded, table
 from examples.checkpoints import write_checkpoint
 from examples.serving import (
     Server,
@@ -471,7 +471,8 @@ def main() -> None:
         runs = measure(clients, arguments.rounds, Path(folder))
     text, figures = summarised(runs)
     details = {c: {s: [repr(r) for r in rs] for s, rs in by.items()} for c, by in runs.items()}
-    publish("clients", text, figures, details, as_json=arguments.json, write=not arguments.only)
+    write = is_default(parser, arguments, free=("json", "lmbenchmark"))
+    publish("clients", text, figures, details, as_json=arguments.json, write=write)
 
 
 def summarised(runs: Mapping[str, Mapping[str, list[Run]]]) -> tuple[str, dict[str, float]]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.engine_process import EngineProcess, prompt_tokens
-from benchmarks.measure import table
+from benchmarks.measure import percentile, table
 from benchmarks.planned_engine import PlannedEngine
 from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.pricing import EngineLoad
@@ -170,13 +170,8 @@ def figures(measured: Iterable[CostErrors]) -> dict[str, float]:
         for name, values in (("error", errors), ("noise", noise)):
             for label, share in (("median", 0.5), ("p95", 0.95)):
                 key = f"cost_{name}_{label}"
-                worst[key] = max(worst.get(key, 0.0), quantile(values, share))
+                worst[key] = max(worst.get(key, 0.0), percentile(values, share))
     return worst
-
-
-def quantile(values: list[float], share: float) -> float:
-    """Return the value that `share` of the values do not exceed; 0 if there are none."""
-    return sorted(values)[math.ceil(share * len(values)) - 1] if values else 0.0
 
 
 def report(measured: Iterable[CostErrors]) -> str:
@@ -207,4 +202,4 @@ def _rows(result: CostErrors) -> Iterator[list[object]]:
 
 
 def _shares(values: list[float]) -> list[str]:
-    return [f"{quantile(values, share):.3f}" for share in (0.5, 0.95)]
+    return [f"{percentile(values, share):.3f}" for share in (0.5, 0.95)]

@@ -6,8 +6,7 @@ plans, index arrays and their order are the real ones, and nothing is copied. Fo
 
 - `launches_...`: kernel launches;
 - `issue_ms_...`: milliseconds to plan and issue it (median), without a launch's own CPU time;
-- `syncs_per_step`: times that the CPU waits for the device, in steps that load and save;
-- `piecewise_forced`: 1 if the connector takes full CUDA graphs from the engine.
+- `syncs_per_step`: times that the CPU waits for the device, in steps that load and save.
 """
 
 from __future__ import annotations
@@ -236,10 +235,8 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
-    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats; writes no results")
     arguments = parser.parse_args()
-    from hetero_connector.connector import HeteroConnector
-
     figures: dict[str, float] = {}
     rows, syncs = [], 0
     for name, (preset, settings, calls_hooks) in _MODELS.items():
@@ -260,8 +257,6 @@ def main() -> None:
             figures[f"launches_{name}"] = max(figures.get(f"launches_{name}", 0), found.launches)
             figures[f"issue_ms_{name}"] = max(figures.get(f"issue_ms_{name}", 0), milliseconds)
     figures["syncs_per_step"] = syncs
-    forced = [HeteroConnector.requires_piecewise_for_cudagraph({"layerwise": "auto"})]
-    figures["piecewise_forced"] = sum(forced)
     figures = rounded(figures)
     header = ["131,072 tokens", "load", "GB", "launches", "issue ms"]
     text = "\n\n".join(
@@ -271,7 +266,7 @@ def main() -> None:
             table(["figure", "value"], [[n, f"{v:.4g}"] for n, v in figures.items()]),
         ]
     )
-    publish("device_path", text, figures, {}, as_json=arguments.json)
+    publish("device_path", text, figures, {}, as_json=arguments.json, write=not arguments.quick)
 
 
 if __name__ == "__main__":

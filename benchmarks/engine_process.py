@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.accounts import registered
 from examples.serving import engine_arguments, kv_transfer_config, use_engine_environment
 from hetero_connector.units import GIB
 
@@ -198,14 +199,10 @@ class Engine:
         store.leave_to_ssd()
 
     def restored(self) -> dict[str, int]:
-        from prometheus_client import REGISTRY
-
         now: dict[str, float] = {}
-        for metric in REGISTRY.collect():
-            for sample in metric.samples:
-                if sample.name == "heterocache_restored_bytes_total":
-                    tier = sample.labels["tier"]
-                    now[tier] = now.get(tier, 0) + sample.value
+        for (name, tier, _), value in registered().items():
+            if name == "heterocache_restored_bytes":
+                now[tier] = now.get(tier, 0) + value
         new = {tier: int(value - self._counted.get(tier, 0)) for tier, value in now.items()}
         self._counted = now
         return {tier: value for tier, value in new.items() if value}

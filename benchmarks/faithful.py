@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from benchmarks.accounts import Account, account_of_simulation, compared
 from benchmarks.engine_process import CHECKPOINTS, EngineProcess
 from benchmarks.faithful_engine import EngineFacts, FaithfulEngine, policy_of
-from benchmarks.measure import machine_line, rounded, save, table
+from benchmarks.measure import is_default, machine_line, publish, rounded, table
 from benchmarks.synthetic_sessions import CODING_AGENT, Constant, Geometric, LogNormal, synthetic
 from examples.checkpoints import write_checkpoint
 from examples.serving import engine_arguments, engine_environment
@@ -84,12 +84,9 @@ def main() -> None:
         for number, pair in enumerate(pairs, 1)
     ]
     text = "\n\n".join([f"{machine_line()}; {sessions} sessions", *tables])
-    print(text)
-    if not given.quick:
-        details = {m: [list(map(plain, pair)) for pair in pairs] for m, pairs in found.items()}
-        print(f"\nwritten: {save('faithful', text, figures, details)}")
-    if given.json:
-        print(json.dumps(figures))
+    details = {m: [list(map(plain, pair)) for pair in pairs] for m, pairs in found.items()}
+    write = is_default(parser, given, free=("json",))
+    publish("faithful", text, figures, details, as_json=given.json, write=write)
 
 
 Pair = tuple[Account, Account]

@@ -14,7 +14,6 @@ session together, without think times.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -47,7 +46,7 @@ from benchmarks.faithful_engine import (
     policy_of,
     steps_alone_cost,
 )
-from benchmarks.measure import machine_line, rounded, save, table
+from benchmarks.measure import is_default, machine_line, publish, rounded, table
 from benchmarks.synthetic_sessions import LogNormal, synthetic
 from examples.disaggregated_prefill.fleet import Fleet, fleet_of, value
 from examples.serving import Server, engine_arguments, stop_servers_on_sigterm
@@ -58,7 +57,7 @@ from ownership.simulator.traces.session import Request, Trace
 
 PREFILL, DECODE = "prefill", "decode"
 STEP_S = 0.01
-POLICY = "static_pd+peers=any+handoffs=tokens"
+POLICY = "static_pd+handoffs=tokens"
 ONE_BY_ONE = replace(
     SESSIONS,
     fork_fraction=0.0,
@@ -97,12 +96,9 @@ def main() -> None:
     figures = {model: headline(*pair) for model, pair in found.items()}
     tables = [f"{model}\n{report(*pair)}" for model, pair in found.items()]
     text = "\n\n".join([f"{machine_line()}; {sessions} sessions", *tables])
-    print(text)
     details = {m: {"engines": plain(a), "simulated": plain(b)} for m, (a, b) in found.items()}
-    if not given.quick:
-        print(f"\nwritten: {save('faithful_pd', text, figures, details)}")
-    if given.json:
-        print(json.dumps(figures))
+    write = is_default(parser, given, free=("json",))
+    publish("faithful_pd", text, figures, details, as_json=given.json, write=write)
 
 
 Accounts = dict[str, Account]

@@ -5,7 +5,7 @@
 its index for a chunk of two state types. `gc_pause_ms`: the longest garbage collection with half a
 million chunks, after loading them and while more are added. `evict_us_4000_holds`: the mean time
 of an eviction while 4,000 restores wait. Times are processor seconds of the measuring thread, so
-other processes on the machine do not matter.
+other processes on the machine do not matter. Only a run with the default options writes results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.measure import machine_line, publish, rounded, table
+from benchmarks.measure import is_default, machine_line, publish, rounded, table
 from hetero_connector.artifacts.record import ROOT, ChunkKey, ChunkRange, SlotRef, Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
@@ -259,7 +259,8 @@ def main() -> None:
     ]
     text = f"{machine_line()}; {arguments.rows:,} rows\n\n{table(['measured', 'value'], rows)}"
     details = {"tier": vars(tier), "evictions": vars(evictions), "findings": campaign.findings}
-    publish("faults", text, figures, details, as_json=arguments.json)
+    write = is_default(parser, arguments, free=("json",))
+    publish("faults", text, figures, details, as_json=arguments.json, write=write)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.measure import rounded, save, table
+from benchmarks.measure import publish, rounded, table
 from benchmarks.research.bound import oracle_result
 from benchmarks.research.hindsight import Hindsight, Outcome
 from benchmarks.simulated_fleets import fleet_for, read
@@ -155,10 +155,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     gc.freeze()
     found = list(all_measured(cases, traces))
     text = as_table(found)
-    print(text)
-    if not arguments.quick:
-        ratios = {one["case"]: one["found_s"] / one["wait_s"] for one in found}
-        print(f"written: {save('hindsight', text, rounded(ratios), {'cases': found})}")
+    ratios = {one["case"]: one["found_s"] / one["wait_s"] for one in found}
+    write, details = not arguments.quick, {"cases": found}
+    publish("hindsight", text, rounded(ratios), details, as_json=False, write=write)
 
 
 if __name__ == "__main__":

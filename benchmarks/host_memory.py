@@ -22,6 +22,7 @@ import numpy as np
 from benchmarks.measure import (
     Memcpy,
     Samples,
+    is_default,
     machine_line,
     publish,
     rounded,
@@ -137,7 +138,8 @@ def main() -> None:
     figures, text = measure(options.threads, SIZE_BYTES, repeats=8)
     text = f"Host memory by several threads. {machine_line()}\n\n{text}"
     details = {"threads": options.threads, "size_bytes": SIZE_BYTES}
-    publish("host_memory", text, figures, details, as_json=options.json)
+    write = is_default(parser, options, free=("json",))
+    publish("host_memory", text, figures, details, as_json=options.json, write=write)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ from hetero_connector.spec import Family, ModelSpec, StateType
 from hetero_connector.spec.presets import PRESETS, model_spec_from_config
 from hetero_connector.transfer.base import Direction, Extent, FileTransfer, OpenFile, wait_for
 from hetero_connector.transfer.choose import choose_file_transfer
+from hetero_connector.transfer.pread_files import PreadFiles
 from hetero_connector.units import MIB
 
 SSD_EXTENTS = [64 << 10, 256 << 10, MIB, 4 * MIB]
@@ -226,8 +227,12 @@ def measure_ssd(directory: Path, repeats: int) -> dict[str, list[tuple[int, floa
     disk = DirectDisk(directory, _SSD_BYTES)
     try:
         with _direct_file(directory / "slab", memory) as file:
-            for kind in ("nixl", "pread"):
-                transfer = choose_file_transfer(memory, [file], directory, kind).transfer
+            kinds: tuple[Callable[[], FileTransfer], ...] = (
+                partial(_nixl, memory, file, directory),
+                partial(PreadFiles, memory, [file]),
+            )
+            for open_transfer in kinds:
+                transfer = open_transfer()
                 try:
                     for size in SSD_EXTENTS:
                         ratios = _ssd_ratios(transfer, disk, size, repeats)
@@ -239,6 +244,15 @@ def measure_ssd(directory: Path, repeats: int) -> dict[str, list[tuple[int, floa
     finally:
         disk.close()
     return curves
+
+
+def _nixl(memory: np.ndarray, file: OpenFile, directory: Path) -> FileTransfer:
+    """Return the NIXL that is chosen here. Raises RuntimeError if it does not work."""
+    chosen = choose_file_transfer(memory, [file], directory)
+    if not chosen.transfer.name.startswith("nixl"):
+        chosen.transfer.close()
+        raise RuntimeError(f"NIXL is measured, too, so it must work: {chosen.reason}")
+    return chosen.transfer
 
 
 def _ssd_ratios(

@@ -3,11 +3,8 @@
 The default policy on recorded traces by what its routers know: the ledger of what they sent and
 saw, loads as last reported, several routers, late or wrong knowledge of the prefixes that workers
 hold, ends of sessions guessed by a fixed time. Each figure is the waiting of a task over that of an
-exact view with the same seed, the median over the seeds.
-
-`ledger_us_64`: microseconds of a decision that the ledger takes, in a fleet of 64 workers with 16
-requests each: its view, what it knows of the session, and the request that is sent. Goal <= 20.
-`ledger_request_us_64`: the same with the request's first token and its end.
+exact view with the same seed, the median over the seeds. Results are written with both
+traces only.
 """
 
 from __future__ import annotations
@@ -21,24 +18,18 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from random import Random
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.measure import machine_line, publish, rounded, table, timed
-from benchmarks.scheduling import fleet_of
+from benchmarks.measure import machine_line, publish, rounded, table
 from benchmarks.simulated_fleets import BY_NAME, fleet_for, trace_of
 from hetero_connector.planner.sessions import EARLY, LATE, ReturnWindow, ThinkTimes
-from ownership.scheduling import Ledger, Placement, Step, WorkerPrefix
-from ownership.scheduling.decision import PlacementAction
-from ownership.scheduling.ledger import Work
 from ownership.simulator.policies import parse_policy
 from ownership.simulator.simulate import simulate
 from ownership.simulator.traces.session import Trace
 from ownership.simulator.workload import Workload
 
 SEEDS = (0, 1, 2)
-GOAL_US = 20.0
 POLICY = "ownerserve"
 EXACT = "+view=exact"
 ONE_ROUTER = {
@@ -116,41 +107,6 @@ def simulated(case: Case, trace: Trace, seed: int, scale: float) -> Iterator[tup
             yield f"ledger, sessions expected for {seconds:g} s", wait_s("") / exact_s
 
 
-def ledger_us(workers: int, repeats: int) -> tuple[float, float]:
-    """Return the median microseconds of a decision, and of a request from there to its end."""
-    rng = Random(1)
-    fleet = fleet_of(workers, False, rng)
-    ledger, in_flight = Ledger(fleet), list[int]()
-    decisions_s, requests_s = [], []
-    held = {x: WorkerPrefix(0, 9_000) for x in fleet.names[:8]}
-    for number in range(16 * workers + repeats):
-        session, name = str(rng.randrange(32 * workers)), rng.choice(fleet.names)
-        step = Step(10_000, held, session, boundary_tokens=9_000)
-        placement = Placement(PlacementAction.COLOCATED_PREFILL, name, name)
-        decided_s = timed(partial(_decide, ledger, number, step, placement))
-        in_flight.append(number)
-        if number >= 16 * workers:
-            ended = in_flight.pop(rng.randrange(len(in_flight)))
-            decisions_s.append(decided_s)
-            requests_s.append(decided_s + timed(partial(_serve, ledger, number, ended)))
-    return 1e6 * statistics.median(decisions_s), 1e6 * statistics.median(requests_s)
-
-
-def _decide(ledger: Ledger, number: int, step: Step, placement: Placement) -> None:
-    """Do what a decision needs of the ledger."""
-    now_s = 0.01 * number
-    ledger.sessions.owner(step.session_id)
-    ledger.sessions.has_sibling(step.session_id, step.boundary_tokens)
-    ledger.view(now_s)
-    ledger.sent(number, Work.of(step, placement), now_s)
-
-
-def _serve(ledger: Ledger, number: int, ended: int) -> None:
-    """Let the first token of a request come, and the end of another one."""
-    ledger.first_token(number, 0.01 * number)
-    ledger.ended(ended, 200, 0.01 * number)
-
-
 def ratios_of(paths: Mapping[str, Path], scale: float, job: tuple[Case, int]) -> dict[str, float]:
     """Return the ratios of one case with one seed."""
     case, seed = job
@@ -179,7 +135,7 @@ def figures_of(ratios: Mapping[tuple[str, str], Sequence[float]]) -> dict[str, f
     return {f"{case}: {name}": statistics.median(values) for (case, name), values in ratios.items()}
 
 
-def report(ratios: Mapping[tuple[str, str], Sequence[float]], us: float, seeds: int) -> str:
+def report(ratios: Mapping[tuple[str, str], Sequence[float]], seeds: int) -> str:
     """Return the tables as text."""
     lines = [machine_line(), "", f"Waiting of a task over an exact view: median of {seeds} seeds"]
     lines += ["(least to most)", ""]
@@ -196,8 +152,6 @@ def report(ratios: Mapping[tuple[str, str], Sequence[float]], us: float, seeds: 
         for name in names
     ]
     lines.append(table(["what routers know", *cases], rows))
-    goal = "met" if us <= GOAL_US else "missed"
-    lines += ["", f"ledger_us_64: {us:.1f}, goal <= {GOAL_US:g}: {goal}"]
     return "\n".join(lines)
 
 
@@ -212,15 +166,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = {"mooncake": arguments.mooncake, "agents": arguments.sessions}
     paths = {name: path for name, path in given.items() if path is not None}
     seeds = SEEDS[:1] if arguments.quick else SEEDS
-    us, request_us = ledger_us(64, 200 if arguments.quick else 5_000)
     scale = 0.1 if arguments.quick else 1.0
     ratios = measure(paths, seeds, scale, arguments.processes)
-    figures = rounded(
-        {"ledger_us_64": us, "ledger_request_us_64": request_us, **figures_of(ratios)}
-    )
+    figures = rounded(figures_of(ratios))
     details = {f"{case}: {name}": values for (case, name), values in ratios.items()}
-    text = report(ratios, us, len(seeds))
-    publish("ledger", text, figures, details, as_json=arguments.json, write=not arguments.quick)
+    text = report(ratios, len(seeds))
+    write = len(paths) == len(given) and not arguments.quick
+    publish("ledger", text, figures, details, as_json=arguments.json, write=write)
 
 
 if __name__ == "__main__":

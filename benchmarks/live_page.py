@@ -42,14 +42,15 @@ class DecodeTiming:
     event_bytes: int
 
     @property
-    def pairs(self) -> list[tuple[float, float]]:
-        """Watched and alone, in turn."""
-        return list(zip(self.watched_s, self.alone_s, strict=True))
+    def ratios(self) -> list[float]:
+        """Watched over alone, of each turn."""
+        return [x / y for x, y in zip(self.watched_s, self.alone_s, strict=True)]
 
-    @property
-    def ratio(self) -> float:
-        """The median over turns of watched over alone."""
-        return statistics.median(watched / alone for watched, alone in self.pairs)
+    def figures(self) -> dict[str, float]:
+        """Return the median of the turns' ratios, the least and the most."""
+        name, ratios = "decode_ratio_observed", self.ratios
+        least, most = min(ratios), max(ratios)
+        return {name: statistics.median(ratios), f"{name}_least": least, f"{name}_most": most}
 
 
 def measure(turns: int = _TURNS) -> DecodeTiming:

@@ -380,21 +380,24 @@ def _ttft(run: Run) -> float:
 def headline(runs: Mapping[str, Sequence[Run]], rounds: int) -> dict[str, Any]:
     """Return ratios to `ownerserve`'s task time, and that over the best policy's.
 
-    A run of `ownerserve` after the rounds only says how far two of its runs are apart.
+    A policy is compared with `ownerserve` over the rounds that both played, because the machine's
+    speed changes from one to the next. A run of `ownerserve` after the rounds only says how far two
+    of its runs are apart.
     """
     first, last = runs[OWN][0], runs[OWN][-1]
     by_turns = {policy: found[:rounds] for policy, found in runs.items()}
     tasks = {
         policy: np.array([x.played.task_s for x in found]) for policy, found in by_turns.items()
     }
-    own = tasks[OWN]
-    ratios = {policy: float(seconds.mean() / own.mean()) for policy, seconds in tasks.items()}
+    own = {policy: tasks[OWN][: len(found)] for policy, found in by_turns.items()}
+    own_ttft_s = [_ttft(one) for one in by_turns[OWN]]
+    ratios = {policy: float(s.mean() / own[policy].mean()) for policy, s in tasks.items()}
     return {
         "live_over_best": round(1.0 / min(ratios.values()), 3),
         "task_over_ownerserve": {policy: round(ratio, 3) for policy, ratio in ratios.items()},
-        "interval": {policy: interval(seconds, own) for policy, seconds in tasks.items()},
+        "interval": {policy: interval(seconds, own[policy]) for policy, seconds in tasks.items()},
         "ttft_over_ownerserve": {
-            policy: round(mean(map(_ttft, found)) / mean(map(_ttft, by_turns[OWN])), 3)
+            policy: round(mean(map(_ttft, found)) / mean(own_ttft_s[: len(found)]), 3)
             for policy, found in by_turns.items()
         },
         "last_over_first": round(mean(last.played.task_s) / mean(first.played.task_s), 3),

@@ -4,7 +4,8 @@
 of one policy differ by as much as most policies do. The simulator plays many other draws in no
 time. It takes the costs that those servers learned, from that benchmark's newest result that has
 all setups (or from `--result`), and the model and the sizes from a server that is started and
-asked. Only a run with the default draws and number of sessions writes results.
+asked. Only a run with the default draws and number of sessions writes results, as those of the
+machine whose costs they have.
 
 `redrawn_over_best`: `ownerserve`'s mean task time over the best policy's, the worse of all setups.
 Ratios are to `ownerserve`'s task time, with 95 % intervals over draws. `real` is the ratio on the
@@ -94,7 +95,15 @@ def main() -> None:
     )
     details |= {"result": given.result.name, "options": options(given)}
     write = is_default(parser, given, free=("json", "rate", "result"))
-    publish("live_redrawn", text, figures, details, as_json=given.json, write=write)
+    publish(
+        "live_redrawn",
+        text,
+        figures,
+        details,
+        as_json=given.json,
+        write=write,
+        machine=result["machine"],
+    )
 
 
 def newest() -> Path:

@@ -15,14 +15,13 @@ from typing import NamedTuple
 
 import httpx
 
-from benchmarks.accounts import Account, RequestName
+from benchmarks.accounts import Account, Answers, RequestName
 from benchmarks.contention import Played as Compared
 from benchmarks.contention import decoding_late
 from benchmarks.live_client import Played
 from examples.serving import Server
 from hetero_connector.planner.cost_model import OverheadSample, RequestOverhead
 from hetero_connector.planner.profile import CostProfile
-from hetero_connector.timeline import Timeline
 from ownership.router.alike import pooled
 from ownership.router.figures import page_tokens
 from ownership.router.view import PublishedChain
@@ -33,10 +32,8 @@ from ownership.scheduling.step import Step
 from ownership.scheduling.step_pricing import Route
 from ownership.simulator.fleet_file import FleetSpec
 from ownership.simulator.machine.engine import EngineLimits
-from ownership.simulator.machine.request import LiveRequest
 from ownership.simulator.machine.worker import WorkerSpec
 from ownership.simulator.policies import PolicySpec, parse_policy
-from ownership.simulator.recording import Recording
 from ownership.simulator.simulation import FleetSimulation
 from ownership.simulator.state.memory import TierBytes
 from ownership.simulator.state.shape import StateShape
@@ -134,7 +131,7 @@ class Machine:
             for name, role in zip(names, roles, strict=True)
         )
         fleet = FleetSpec("servers", "theirs", model, workers, self.limits, {}, chunk_tokens)
-        shape, recording = StateShape.of(model, chunk_tokens), _Answers()
+        shape, recording = StateShape.of(model, chunk_tokens), Answers()
         spec, following = parse_policy(policy + _OPTIONS), None
         if placed is not None:
             following = Following(spec.scheduler(Random(0)), placed)
@@ -156,23 +153,6 @@ class Machine:
             list(run.tally.task_s),
             following.are_equal if following else [],
         )
-
-
-class _Answers(Recording):
-    """Keeps where and when each request was answered."""
-
-    def __init__(self) -> None:
-        super().__init__(Timeline())
-        self.workers: dict[RequestName, str] = {}
-        self.ttft_s: dict[RequestName, float] = {}
-        self.answer_s: dict[RequestName, float] = {}
-
-    def add_request(self, worker: str, request: LiveRequest, now_s: float) -> None:
-        """Keep it; the decoder of a handoff comes last."""
-        name = request.session, request.index
-        self.workers[name] = worker
-        self.ttft_s[name] = request.first_token_s - request.arrived_s
-        self.answer_s[name] = now_s - request.arrived_s
 
 
 def measured(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import mmap
 import os
 import re
@@ -23,6 +24,8 @@ from hetero_connector.transfer.checksum import checksum
 from hetero_connector.units import MIB
 
 RESULTS = Path(__file__).parent / "results"
+WRITES_NOTHING = "BENCHMARKS_WRITE_NOTHING"
+"""An environment variable: where it is set no benchmark publishes files."""
 _DD_BLOCK = 4 * MIB
 _READERS = 4
 _NVIDIA = Path("/proc/driver/nvidia")
@@ -203,14 +206,16 @@ def publish(
     *,
     as_json: bool,
     write: bool = True,
+    machine: str = "",
 ) -> None:
     """Print the text, write it to `results/`, and print the figures as JSON.
 
-    `as_json`: print them, as the last line. `write`: write files.
+    `as_json`: print them, as the last line. `write`: write files, unless `WRITES_NOTHING` is set.
+    `machine`: the one that the figures are of, if it is another one than this.
     """
     print(text)
-    if write:
-        print(f"\nwritten: {save(name, text, figures, details)}")
+    if write and WRITES_NOTHING not in os.environ:
+        print(f"\nwritten: {save(name, text, figures, details, machine)}")
     if as_json:
         print(json.dumps(figures))
 
@@ -231,15 +236,27 @@ def options(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def save(name: str, text: str, figures: Mapping[str, Any], details: Mapping[str, Any]) -> Path:
+def save(
+    name: str,
+    text: str,
+    figures: Mapping[str, Any],
+    details: Mapping[str, Any],
+    machine: str = "",
+) -> Path:
     """Write `results/<name>-<date>.{txt,json}`; return the path of the text."""
     RESULTS.mkdir(exist_ok=True)
     stem = f"{name}-{time.strftime('%Y-%m-%d')}"
-    document = {"figures": figures, "machine": machine_line(), "details": details}
+    document = {"figures": figures, "machine": machine or machine_line(), "details": details}
     (RESULTS / f"{stem}.json").write_text(json.dumps(document, indent=1) + "\n")
     path = RESULTS / f"{stem}.txt"
     path.write_text(text + "\n")
     return path
+
+
+def percentile(samples: Sequence[float], share: float) -> float:
+    """Return the smallest sample that this share of them do not exceed; 0 if there are none."""
+    at = max(1, math.ceil(share * len(samples))) - 1
+    return sorted(samples)[at] if samples else 0.0
 
 
 def rounded(figures: Mapping[str, float]) -> dict[str, float]:

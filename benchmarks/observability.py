@@ -13,7 +13,8 @@ engine whose store has a million chunks; `live_ms_p99` and `sessions_ms_p99` are
 live page and about sessions.
 
 `decode_ratio_observed`: seconds of a batch of decodes on a real server, from their first tokens,
-while a viewer takes the live page's events, over the seconds without one.
+while a viewer takes the live page's events, over the seconds without one; `..._least` and
+`..._most` of its turns.
 """
 
 from __future__ import annotations
@@ -106,16 +107,15 @@ def main() -> None:
             "event_us_step": 1e6 * statistics.median(x.idle_s for x in rounds),
             "event_bytes_chunk": measure(memory=True).chunk_bytes,
             **{f"{name}_ms_p99": ms for name, ms in status.p99_ms.items()},
-            "decode_ratio_observed": page.ratio,
+            **page.figures(),
         }
     )
     rows = [
         [name, f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"]
         for name, value in figures.items()
     ]
-    ratios = [watched / alone for watched, alone in page.pairs]
     note = (
-        f"`decode_ratio_observed`: {len(ratios)} turns, {min(ratios):.3f} to {max(ratios):.3f}, "
+        f"`decode_ratio_observed`: {len(page.ratios)} turns, "
         f"an event of {page.event_bytes:,} bytes a second; the viewer draws nothing"
     )
     text = f"{machine_line()}; medians\n\n{table(['figure', 'value'], rows)}\n{note}"

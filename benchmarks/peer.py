@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.known_peers import KnownPeers
 from benchmarks.measure import Samples, machine_line, publish, rounded, table, timed
 from hetero_connector.artifacts.copies import PeerCopy
 from hetero_connector.artifacts.record import (
@@ -46,7 +47,7 @@ from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.arena import Arena, ArenaHandle
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import StoreConfig, Wanted
-from hetero_connector.store.peers.ports import KnownPeers, PeerAccess
+from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.transfer.base import wait_for
 from hetero_connector.transfer.nixl_peers import NixlPeers
 from hetero_connector.transfer.peer_base import PeerExtent

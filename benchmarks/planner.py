@@ -7,12 +7,13 @@ engine, see `cost_errors`; the worst of its models. `cost_noise_p95` is that of 
 a prompt of 131,072 and of 1,048,576 tokens whose chunks are all stored; medians, the worst of all
 models and tiers. Before each decision the cost model learns from a step and a load, as it does in
 an engine, so that no cached table is still valid.
+
+Only a run with the default options writes results.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Any
 
 from benchmarks import cost_errors
 from benchmarks.goals import goal_table
-from benchmarks.measure import machine_line, rounded, save, table, timed
+from benchmarks.measure import is_default, machine_line, publish, rounded, table, timed
 from hetero_connector.artifacts.layout import ArtifactLayout
 from hetero_connector.artifacts.record import ChunkKey, ChunkRange, SharedTiers, StoredChunk, Tier
 from hetero_connector.planner.compute_model import ComputeRegression
@@ -140,11 +141,9 @@ def figures(timings: list[DecisionTiming]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="the figures as a last line of JSON")
-    parser.add_argument("--only", choices=("decisions", "costs"), help="writes no results then")
+    parser.add_argument("--only", choices=("decisions", "costs"))
     parser.add_argument("--sessions", type=int, default=16, help="sessions judged, twice each")
-    parser.add_argument(
-        "--model", choices=cost_errors.MODELS, help="costs of this one only; writes no results"
-    )
+    parser.add_argument("--model", choices=cost_errors.MODELS, help="costs of this one only")
     arguments = parser.parse_args()
     texts = [f"{machine_line()}; medians"]
     worst: dict[str, float] = {}
@@ -164,11 +163,8 @@ def main() -> None:
         ]
     worst = rounded(worst)
     text = "\n\n".join([*texts, goal_table("planner", worst)])
-    print(text)
-    if not (arguments.only or arguments.model):
-        print(f"\nwritten: {save('planner', text, worst, details)}")
-    if arguments.json:
-        print(json.dumps(worst))
+    write = is_default(parser, arguments, free=("json",))
+    publish("planner", text, worst, details, as_json=arguments.json, write=write)
 
 
 def _decision_table(timings: list[DecisionTiming]) -> str:

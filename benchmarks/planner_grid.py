@@ -25,7 +25,6 @@ model learns online, from the earlier runs.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import shutil
@@ -39,7 +38,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.engine_process import EngineProcess, prompt_tokens
 from benchmarks.goals import GOALS, goal_table, is_met
-from benchmarks.measure import machine_line, rounded, save, table
+from benchmarks.measure import is_default, machine_line, percentile, publish, rounded, table
 from benchmarks.planned_engine import CUTS, PlannedEngine
 
 _MODELS = {
@@ -169,7 +168,6 @@ def _measure_cell(engine: EngineProcess, cell: Cell, prompt: list[int], repeats:
 
 def figures_of(measured: list[Measured]) -> dict[str, float]:
     """Return all figures of the grid."""
-    regrets = sorted(m.regret for m in measured)
     alike = [m.over_best_single for m in measured if m.is_alike]
     chosen = [m.over_best_single for m in measured if not m.is_alike]
     return rounded(
@@ -180,7 +178,7 @@ def figures_of(measured: list[Measured]) -> dict[str, float]:
             "worst_alike": max(alike, default=1.0),
             "geomean_over_single": geomean_over_single(measured, "planned"),
             "geomean_limit": geomean_over_single(measured, "best"),
-            "regret_p95": regrets[math.ceil(0.95 * len(regrets)) - 1],
+            "regret_p95": percentile([m.regret for m in measured], 0.95),
         }
     )
 
@@ -240,7 +238,7 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
     parser.add_argument("--repeats", type=int, default=6, help="turns at least, per cell")
-    parser.add_argument("--model", choices=list(_MODELS), help="this one only; nothing is written")
+    parser.add_argument("--model", choices=list(_MODELS), help="this one only")
     arguments = parser.parse_args()
     if arguments.repeats < _FEWEST_TURNS:
         parser.error(f"{_FEWEST_TURNS} turns at least are needed for 95 % confidence")
@@ -256,22 +254,18 @@ def main() -> None:
         shutil.rmtree(scratch, ignore_errors=True)
     figures = figures_of(measured)
     text = _report(measured, figures)
-    print(text)
-    if arguments.model is None:
-        cells = [
-            {
-                **m.cell._asdict(),
-                **{policy: m.seconds(policy) for policy in _POLICIES},
-                "over_best_single": m.over_best_single,
-                "turns": len(m.turns["planned"]),
-                "resumed": m.resumed,
-            }
-            for m in measured
-        ]
-        path = save("planner_grid", text, figures, {"cells": cells})
-        print(f"\nwritten: {path}")
-    if arguments.json:
-        print(json.dumps(figures))
+    cells = [
+        {
+            **m.cell._asdict(),
+            **{policy: m.seconds(policy) for policy in _POLICIES},
+            "over_best_single": m.over_best_single,
+            "turns": len(m.turns["planned"]),
+            "resumed": m.resumed,
+        }
+        for m in measured
+    ]
+    write = is_default(parser, arguments, free=("json",))
+    publish("planner_grid", text, figures, {"cells": cells}, as_json=arguments.json, write=write)
 
 
 if __name__ == "__main__":

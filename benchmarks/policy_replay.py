@@ -8,12 +8,12 @@ the same requests in the same order, one session after another.
 from __future__ import annotations
 
 import gc
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.agent_sessions import Session, TokenTurn, token_turns
+from benchmarks.measure import percentile
 from benchmarks.replayed_engine import STEP_TOKENS, ReplayedEngine, Served, SmallStore
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from hetero_connector.artifacts.layout import ArtifactLayout
@@ -71,8 +71,7 @@ class PolicyRun:
 
     def percentile_s(self, share: float) -> float:
         """The seconds that this share of the restores do not exceed."""
-        ordered = sorted(self.restores_s)
-        return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
+        return percentile(self.restores_s, share)
 
     @property
     def median_s(self) -> float:

@@ -213,7 +213,7 @@ class ReplayedEngine:
             store,
             recorder,
             planner,
-            lambda _: EngineLoad(),
+            lambda *_: EngineLoad(),
             self._decisions,
             PeerMatcher(layout, store, None, recorder, clock, math.inf),
             SharedBoundaries(layout.model),

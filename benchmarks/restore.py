@@ -9,8 +9,9 @@ Every figure is a ratio of medians from one run, each measured together with its
   reads, verifies, and waits until vLLM asks again. `ssd_over_limit`: over the upper limit of the
   device, four parallel O_DIRECT reads into huge pages.
 - `prefill_save_ratio`, `decode_ratio`: seconds of a cold prefill and of a decoded token with
-  saving, over the same work in an engine without a connector. `..._vs_off`: over the same engine
-  when it recomputes stored state, and so saves nothing.
+  saving, over the same work in an engine without a connector. The decoded
+  tokens complete a chunk. `..._vs_off`: over the same engine when it recomputes stored state, and
+  so saves nothing.
 
 An engine that was idle answers later than one that has just worked, so each computes a few tokens
 before every completion that is timed.
@@ -36,6 +37,9 @@ from hetero_connector.units import GIB
 _RATIO_FROM_BYTES = 50_000_000
 """Smaller restores take mostly their fixed costs, so their ratios are not printed."""
 _KV_CACHE_BYTES = GIB  # examples.serving.ENGINE_ENVIRONMENT
+_DECODE_PROMPT = 480
+"""Tokens of a prompt that is decoded: the 64 after it complete the second chunk of 256, which is
+saved while they are decoded."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,7 @@ class _Turns:
 
 
 def measure_saving(directory: Path, repeats: int) -> dict[str, float]:
-    """Return the ratios of a 2,048-token prefill and of 64 decoded tokens.
+    """Return the ratios of a 2,048-token prefill and of 64 decoded tokens, which complete a chunk.
 
     The machine's speed changes within seconds, so engines take turns of about a second. A ratio is
     between turns of one round. The order of each round is drawn, so that no turn always follows the
@@ -206,7 +210,7 @@ def measure_saving(directory: Path, repeats: int) -> dict[str, float]:
                         prompt = prompt_tokens(2048, 1000 + seed)
                         seconds = engine.complete(prompt, 1, recompute).ttft_s
                     else:
-                        prompt = prompt_tokens(256, 2000 + seed)
+                        prompt = prompt_tokens(_DECODE_PROMPT, 2000 + seed)
                         seconds = engine.complete(prompt, 65, recompute).token_s
                     kept.add(f"{work} {name}", seconds)
                     if engine is with_ssd:

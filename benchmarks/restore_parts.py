@@ -1,10 +1,11 @@
 """`python -m benchmarks.restore_parts [MODEL ...] [--json]`: where the time of a restore goes.
 
 An engine restores a prompt from DRAM and then hits it in its own cache, by turns, and the methods
-that both pass are timed. Each part is the median of its milliseconds; what is in brackets is a
-share of the part above it. The forward of a restore is longer, because it reads what was just
-copied, or waits for copies that it overlaps with. Answers have one token, so the end of the request
-counts. `beyond_memcpy_ms_MODEL`: what a restore adds beyond a plain copy of the same bytes.
+that both pass are timed. Before each it computes a few tokens: after a pause the next answer takes
+longer. Each part is the median of its milliseconds; what is in brackets is a share of the part
+above it. The forward of a restore is longer, because it reads what was just copied, or waits for
+copies that it overlaps with. Answers have one token, so the end of the request counts.
+`beyond_memcpy_ms_MODEL`: what a restore adds beyond a plain copy of the same bytes.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ def measure(model: str, turns: int) -> tuple[Samples, Samples, int]:
         for _ in range(turns):
             engine.reset_prefix_cache()
             for samples in (restores, hits):
+                engine.wake()
                 engine.call("take_parts")
                 timing = engine.complete(prompt)
                 samples.add("first token", timing.ttft_s)

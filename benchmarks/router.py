@@ -20,13 +20,13 @@ quarter of them are streams, and some clients leave.
 `page_ratio`: the same streams with a viewer of the fleet's page over those without, by turns; each
 ratio is of two neighbours.
 Workers, router and clients are processes of their own; the figures are medians of the turns.
+Only a run with the default options writes results.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import statistics
 import time
@@ -37,28 +37,31 @@ import aiohttp
 import psutil
 import uvloop
 
-from benchmarks import router_sessions
+from benchmarks import router_corpora, router_sessions
 from benchmarks.bare_relay import running_relay
 from benchmarks.goals import goal_table
-from benchmarks.measure import machine_line, publish, rounded, table
+from benchmarks.measure import is_default, machine_line, percentile, publish, rounded, table
 from benchmarks.page_viewer import viewer
 from benchmarks.router_decision import decision_us
-from benchmarks.router_process import percentile, running_router, wait_until_ready
+from benchmarks.router_process import running_router, wait_until_ready
 from benchmarks.stub_fleet import StubFleet
 
 _PATH = "/v1/completions"
 _PROMPT = "x" * 2_000
 _AT_ONCE = 64
 _REQUESTS = 100_000
+_UNTIMED = 200
+"""Requests before those that are timed."""
 _WATCHED = 1_800
 """Streams for a ratio of per cents: processor time is counted in steps of 10 ms."""
 
 
-def new_prompts() -> Iterator[str]:
-    """Yield prompts of 2 KB that differ from their first byte on."""
-    for number in itertools.count(1):
-        text = f"{number} "
-        yield (text * len(_PROMPT))[: len(_PROMPT)]
+def new_prompts(count: int) -> Iterator[str]:
+    """Yield so many prompts of 2 KB that share no chunk.
+
+    They are texts: a tokenizer answers one word again and again from its cache.
+    """
+    return router_corpora.prompts("cold", len(_PROMPT), count)
 
 
 async def added_ms(
@@ -186,8 +189,8 @@ async def measure_placed(requests: int, turns: int) -> dict[str, float]:
     ):
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             await wait_until_ready(session, url, len(fleet.workers))
-            direct, prompts = fleet.workers[0].url, new_prompts()
-            await added_ms(session, direct, url, 200, prompts)  # connections
+            direct, prompts = fleet.workers[0].url, new_prompts(_UNTIMED + turns * requests)
+            await added_ms(session, direct, url, _UNTIMED, prompts)  # connections
             added = [await added_ms(session, direct, url, requests, prompts) for _ in range(turns)]
     return {
         "placed_new_ms_p50": statistics.median(x for x, _ in added),
@@ -199,10 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.router")
     parser.add_argument("--json", action="store_true", help="figures as JSON on the last line")
     parser.add_argument(
-        "--requests",
-        type=int,
-        default=_REQUESTS,
-        help="for memory (default 100,000; fewer write no results)",
+        "--requests", type=int, default=_REQUESTS, help="for memory (default 100,000)"
     )
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument(
@@ -228,7 +228,7 @@ def main() -> None:
         f"{table(['requests/s asked', 'served', 'cores', 'at 100/s'], seen)}"
     )
     details = vars(given) | {"blocks": [vars(x) for x in blocks]}
-    write = given.requests >= _REQUESTS
+    write = is_default(parser, given, free=("json",))
     publish("router", text, rounded(figures), details, as_json=given.json, write=write)
 
 

@@ -4,7 +4,7 @@ Each turn is read, rendered, tokenised and named by the router's `PromptIdentity
 turn before. In the same run the last turn is also tokenised and named from its beginning, as every
 server does. All on one thread, of which the CPU time counts. The tokenizer is trained on this
 repository's texts, with the pattern of Llama 3. What a directory's lookup costs is in
-`benchmarks.directory`.
+`benchmarks.directory`. Only a run with the default options writes results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from benchmarks.measure import machine_line, publish, rounded, table
+from benchmarks.measure import is_default, machine_line, publish, rounded, table
 from hetero_connector.artifacts.chain import ChainHasher, RequestChain
 from ownership.router.identity import ChainCache, ChainNaming, ModelTokenizer, PromptIdentity
 from ownership.router.identity.cuts import Cuts
@@ -182,7 +182,8 @@ def main() -> None:
     figures = measure(arguments.tokens, arguments.turns, arguments.sessions)
     rows = [[name, f"{figure:,.4g}"] for name, figure in figures.items()]
     text = f"{machine_line()}\n\n{table(['figure', 'value'], rows)}"
-    publish("router_identity", text, rounded(figures), {}, as_json=arguments.json)
+    write = is_default(parser, arguments, free=("json",))
+    publish("router_identity", text, rounded(figures), {}, as_json=arguments.json, write=write)
 
 
 if __name__ == "__main__":

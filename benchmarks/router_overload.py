@@ -10,6 +10,7 @@ means that nothing collapses. `served_ms_p99_10x`: time of the answers under ove
 bounds of the queue allow to be `bound_ms`.
 `refused_share_10x`: share that is answered 429, with `Retry-After` and a reason. `silent` answers
 are neither served nor refused so, `hung` ones take longer than `HUNG_S`: none are expected.
+Only a run with the default options writes results.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import aiohttp
 import uvloop
 
 from benchmarks.goals import goal_table
-from benchmarks.measure import machine_line, publish, rounded
-from benchmarks.router_process import percentile, running_router, wait_until_ready
+from benchmarks.measure import is_default, machine_line, percentile, publish, rounded
+from benchmarks.router_process import running_router, wait_until_ready
 from benchmarks.stub_fleet import StubFleet
 
 WORKERS = 2
@@ -145,7 +146,8 @@ def main() -> None:
         parser.error(f"--seconds is more than {2 * SERVICE_S:g}: before, too few answers end")
     figures = uvloop.run(measure(given.seconds))
     text = f"{machine_line()}\n\n{goal_table('router_overload', figures)}"
-    publish("router_overload", text, rounded(figures), vars(given), as_json=given.json)
+    write = is_default(parser, given, free=("json",))
+    publish("router_overload", text, rounded(figures), vars(given), as_json=given.json, write=write)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,3 @@ async def wait_until_ready(
             return
         await asyncio.sleep(0.02 if is_ready else 0.2)
     raise RuntimeError("the router is not ready")
-
-
-def percentile(samples: Sequence[float], share: float) -> float:
-    return sorted(samples)[int(share * (len(samples) - 1))]

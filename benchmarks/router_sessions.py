@@ -27,8 +27,9 @@ import numpy as np
 import psutil
 
 from benchmarks.known_stubs import CHUNK_TOKENS, NAMING, StubAddress, known_stubs
+from benchmarks.measure import percentile
 from benchmarks.router_identity import Session, texts, write_tokenizer
-from benchmarks.router_process import percentile, running_router, wait_until_ready
+from benchmarks.router_process import running_router, wait_until_ready
 from examples.embedded_redis import EmbeddedRedis
 from hetero_connector.artifacts.record import ROOT, ArtifactId, ChunkKey
 from hetero_connector.spec import StateType
@@ -98,6 +99,16 @@ class KnownFleet:
         """The keys of a router's configuration."""
         workers = [worker._asdict() for worker in self.workers]
         return {"workers": workers, "model_path": str(self.model), "directory": self.redis.url}
+
+    def claim(self, worker: str, keys: Sequence[ChunkKey], known: int = 0) -> None:
+        """Claim a chain for a worker, as its engine does, without the `known` first chunks."""
+        parents = [ROOT, *keys]
+        claims = [
+            Claim(ArtifactId(key, StateType.DENSE_KV), _COPY, parents[at])
+            for at, key in enumerate(keys)
+            if at >= known
+        ]
+        self.directory.claim_owner(self.epochs[worker], claims)
 
 
 @contextmanager
@@ -172,13 +183,7 @@ class _Client:
 
     def _claim(self, seed: int, worker: str, turn: _Turn) -> None:
         known = self._claimed.get(seed, 0)
-        keys = [ROOT, *turn.keys]
-        claims = [
-            Claim(ArtifactId(key, StateType.DENSE_KV), _COPY, keys[at])
-            for at, key in enumerate(turn.keys)
-            if at >= known
-        ]
-        self._fleet.directory.claim_owner(self._fleet.epochs[worker], claims)
+        self._fleet.claim(worker, turn.keys, known)
         self.new_tokens.append((len(turn.keys) - known) * CHUNK_TOKENS)
         self._claimed[seed] = len(turn.keys)
 

@@ -1,10 +1,14 @@
 """`python -m benchmarks.scheduling [--json]`: the time of a scheduling decision.
 
-`decision_us_64`: median microseconds of one decision of the default policy over 64 workers, with
-its placement; the worst kind of step. Before each decision the loads of two workers change, as in a
-router or a simulator. Eight workers have parts of the prompt, and the network between workers is
-uneven. References from the same run: the policy that only looks for the least loaded worker, and
-one addition of two arrays of 64 numbers: a decision takes as long as several hundred of them.
+`scheduling_decision_us_64`: median microseconds of one decision of the default policy over 64
+workers, with its placement; the worst kind of step. Before each decision the loads of two workers
+change, as in a router or a simulator. Eight workers have parts of the prompt, and the network
+between workers is uneven. References from the same run: the policy that only looks for the least
+loaded worker, and one addition of two arrays of 64 numbers: a decision takes as long as several
+hundred of them.
+`ledger_us_64`: microseconds of a decision that the router's ledger takes, in a fleet of 64 workers
+with 16 requests each: its view, what it knows of the session, and the request that is sent.
+`ledger_request_us_64`: the same with the request's first token and its end.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from hetero_connector.spec.presets import PRESETS
 from ownership.scheduling import (
     POLICIES,
     FleetView,
+    Ledger,
     Link,
     Placement,
     SchedulingPolicy,
@@ -37,6 +42,8 @@ from ownership.scheduling import (
     WorkerView,
     scheduling_policy,
 )
+from ownership.scheduling.decision import PlacementAction
+from ownership.scheduling.ledger import Work
 
 MODEL = "deepseek-v4-flash"
 SIZES = (1, 8, 64)
@@ -119,6 +126,41 @@ def _place(policy: SchedulingPolicy, step: Step, fleet: FleetView) -> Placement:
     return policy.decide(step, fleet).placement
 
 
+def ledger_us(workers: int, repeats: int) -> tuple[float, float]:
+    """Return the median microseconds of a decision, and of a request from there to its end."""
+    rng = random.Random(1)
+    fleet = fleet_of(workers, False, rng)
+    ledger, in_flight = Ledger(fleet), list[int]()
+    decisions_s, requests_s = [], []
+    held = {x: WorkerPrefix(0, 9_000) for x in fleet.names[:8]}
+    for number in range(16 * workers + repeats):
+        session, name = str(rng.randrange(32 * workers)), rng.choice(fleet.names)
+        step = Step(10_000, held, session, boundary_tokens=9_000)
+        placement = Placement(PlacementAction.COLOCATED_PREFILL, name, name)
+        decided_s = timed(partial(_ask_ledger, ledger, number, step, placement))
+        in_flight.append(number)
+        if number >= 16 * workers:
+            ended = in_flight.pop(rng.randrange(len(in_flight)))
+            decisions_s.append(decided_s)
+            requests_s.append(decided_s + timed(partial(_serve, ledger, number, ended)))
+    return 1e6 * statistics.median(decisions_s), 1e6 * statistics.median(requests_s)
+
+
+def _ask_ledger(ledger: Ledger, number: int, step: Step, placement: Placement) -> None:
+    """Do what a decision needs of the ledger."""
+    now_s = 0.01 * number
+    ledger.sessions.owner(step.session_id)
+    ledger.sessions.has_sibling(step.session_id, step.boundary_tokens)
+    ledger.view(now_s)
+    ledger.sent(number, Work.of(step, placement), now_s)
+
+
+def _serve(ledger: Ledger, number: int, ended: int) -> None:
+    """Let the first token of a request come, and the end of another one."""
+    ledger.first_token(number, 0.01 * number)
+    ledger.ended(ended, 200, 0.01 * number)
+
+
 def addition_us() -> float:
     """Return the microseconds of one numpy addition of 64 numbers."""
     one, other = np.ones(64), np.ones(64)
@@ -140,14 +182,17 @@ def measure_all(repeats: int) -> tuple[list[Timing], dict[str, float]]:
         return max(t.decision_us for t in timings if (t.policy, t.workers) == (policy, workers))
 
     decision_us, least_us, add_us = worst("ownerserve"), worst("colocated"), addition_us()
+    ledger_decision_us, ledger_request_us = ledger_us(64, 5 * repeats)
     figures = {
-        "decision_us_64": decision_us,
-        "decision_us_8": worst("ownerserve", 8),
-        "decision_us_1": worst("ownerserve", 1),
+        "scheduling_decision_us_64": decision_us,
+        "scheduling_decision_us_8": worst("ownerserve", 8),
+        "scheduling_decision_us_1": worst("ownerserve", 1),
         "colocated_us_64": least_us,
         "decision_over_colocated": decision_us / least_us,
         "addition_us": add_us,
         "decision_over_addition": decision_us / add_us,
+        "ledger_us_64": ledger_decision_us,
+        "ledger_request_us_64": ledger_request_us,
     }
     return timings, rounded(figures)
 

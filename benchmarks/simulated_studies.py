@@ -42,8 +42,8 @@ TUNED = (
 """Other prices of `ownerserve`, and others: one half of a trace may choose, the other shows."""
 CACHES = (
     "colocated", "colocated+checkpoints=full", "colocated+checkpoints=periodic:4",
-    "colocated+checkpoints=zero", "colocated+eviction=lru", "colocated+eviction=value",
-    "colocated+tiers=dram", "colocated+tiers=gpu", "colocated+state=paged", ORACLE,
+    "colocated+checkpoints=zero", "colocated+eviction=value", "colocated+tiers=dram",
+    "colocated+tiers=gpu", "colocated+state=paged", ORACLE,
 )  # fmt: skip
 """Policies of one worker, where placement makes no difference."""
 

@@ -5,9 +5,9 @@
 - `agent_file_s`: CPU seconds for all coding-agent sessions on four workers of a DeepSeek-V4-type
   model, under `ownerserve`.
 - `growth_ratio`: the time of a request in a trace of ten times as many synthetic sessions, over the
-  shorter one. Goal: about 1.
+  shorter one.
 - `peak_gib`: the largest memory of all of it.
-- `decision_us_64`: median of a decision over 64 workers while sessions are simulated.
+- `simulator_decision_us_64`: median of a decision over 64 workers while sessions are simulated.
 
 Figures of a file that is not given are left out, and then no results are written.
 """
@@ -96,7 +96,7 @@ def decisions(sessions: int) -> dict[str, float]:
     """Measure decisions over 64 workers while they serve."""
     trace = _synthetic(sessions, rate=4.0)
     _, result = timed(trace, fleet_of(HYBRID, 64, 2), "ownerserve", Workload())
-    return {"decision_us_64": result.overhead.decision_p50_us}
+    return {"simulator_decision_us_64": result.overhead.decision_p50_us}
 
 
 def growth(sessions: int) -> dict[str, float]:

@@ -228,7 +228,6 @@ class _SessionMaker:
                 blocks=prompt.blocks,
                 parent=parent,
                 think_s=think_s,
-                service_s=answer_s,
                 trigger=trigger,
                 answered=answered.blocks,
             )

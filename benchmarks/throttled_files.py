@@ -59,16 +59,10 @@ class ThrottledFiles:
         """Bytes a second, for reads submitted from now on."""
         self._clock = clock
         self._free_s = 0.0
-        self._due_s: list[float] = []
 
     @property
     def name(self) -> str:
         return f"{self._inner.name} at {self.read_bandwidth / 1e6:.0f} MB/s"
-
-    @property
-    def in_flight(self) -> int:
-        now_s = self._clock()
-        return max(self._inner.in_flight, sum(due_s > now_s for due_s in self._due_s))
 
     def submit(self, direction: Direction, extents: Sequence[Extent]) -> Transfer:
         inner = self._inner.submit(direction, extents)
@@ -76,7 +70,6 @@ class ThrottledFiles:
             return inner
         seconds = sum(extent.size for extent in extents) / self.read_bandwidth
         self._free_s = max(self._free_s, self._clock()) + seconds
-        self._due_s = [*(due_s for due_s in self._due_s if due_s > self._clock()), self._free_s]
         return ThrottledTransfer(inner, self._free_s, self._clock)
 
     def close(self, timeout_s: float = 10.0) -> bool:

@@ -9,14 +9,13 @@ are counted, not seconds.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_process import CHECKPOINTS
-from benchmarks.measure import machine_line, save, table
+from benchmarks.measure import is_default, machine_line, publish, table
 from examples.disaggregated_prefill.fleet import Fleet, fleet_of, value
 from examples.disaggregated_prefill.session import play, warm_up
 from examples.serving import stop_servers_on_sigterm
@@ -47,11 +46,8 @@ def main() -> None:
         for n in given.prefillers
     }
     text = f"{machine_line()}; {given.model}, one session of {turns} turns\n\n{report(figures)}"
-    print(text)
-    if not given.quick:
-        print(f"\nwritten: {save('xpyd', text, headline(figures), {'figures': figures})}")
-    if given.json:
-        print(json.dumps(headline(figures)))
+    details, write = {"figures": figures}, is_default(parser, given, free=("json",))
+    publish("xpyd", text, headline(figures), details, as_json=given.json, write=write)
 
 
 def measure(model: str, prefillers: int, mode: str, turns: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from random import Random
 from typing import NamedTuple
@@ -200,7 +200,8 @@ class Hindsight:
     """Simulates one case many times."""
 
     def __init__(self, trace: Trace, fleet: FleetSpec, chunk_tokens: int) -> None:
-        self._sessions = list(trace)
+        # Turns are told apart by the names of their sessions.
+        self._sessions = [replace(session, is_named=True) for session in trace]
         self._fleet, self._block_tokens = fleet, trace.block_tokens
         self._shape = StateShape.of(fleet.model, chunk_tokens)
         times = fleet.workers[0].step_times()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -18,7 +19,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.measure import machine_line, publish, table
+from benchmarks.goals import goal_table
+from benchmarks.measure import WRITES_NOTHING, machine_line, publish, table
 from benchmarks.side_by_side import report
 from benchmarks.side_by_side.contestants import CONTESTANTS
 from benchmarks.side_by_side.environments import ROOT
@@ -166,15 +168,17 @@ def _publish(
     rows: Sequence[Row], missing: Sequence[list[str]] = (), *, as_json: bool, write: bool
 ) -> None:
     """Print and write the rows. `missing`: contestant, model and what a whole run has besides."""
-    text = f"{machine_line()}; medians\n\n{report.tables(rows)}"
+    figures = report.figures(rows)
+    goals = goal_table("side_by_side", figures)
+    text = f"{machine_line()}; medians\n\n{report.tables(rows)}\n\n{goals}"
     if missing:
         text += "\n\n" + table(["missing", "model", "what"], missing)
-    if write:
+    if write and WRITES_NOTHING not in os.environ:
         print(f"written: {report.picture(rows)}\n")
     publish(
         "side_by_side",
         text,
-        report.figures(rows),
+        figures,
         {"rows": [asdict(row) for row in rows]},
         as_json=as_json,
         write=write,

@@ -91,7 +91,10 @@ class Case:
 
 
 def _wake(server: Server) -> None:
-    """Have an idle engine compute a few tokens: its next answer does not take longer for that."""
+    """Have an idle engine compute a few tokens: its next answer does not take longer for that.
+
+    Both answers that are compared come right after this.
+    """
     server.complete(prompt_tokens(_ANSWER_TOKENS, 0), 1)
 
 
@@ -457,15 +460,18 @@ class _Run:
                     self._reference.answer(round_)
             time.sleep(SETTLE_S)
             for _ in range(case.restores):
+                reply = None
                 if arena.contestant.transfer(arena.place) is not None:
                     arena.server.reset_prefix_cache()
                     _wake(arena.server)
                     reply = arena.restored(prompt)
+                _wake(arena.server)
+                samples.add("local", arena.server.complete(prompt, _ANSWER_TOKENS).ttft_s)
+                if reply is not None:
                     samples.add("memory", reply.ttft_s)
                     samples.add("memcpy", memcpy.reused())
                     restored.append(reply.cached_tokens or 0)
                     self._judge("memory", round_, reply)
-                samples.add("local", arena.server.complete(prompt, _ANSWER_TOKENS).ttft_s)
         stored = arena.contestant.stored_bytes(arena.place, arena.server)
         taken = arena.footprint()
         plain = footprint([self._reference.server.group])
@@ -519,10 +525,11 @@ class _Run:
             prompt = arena.case.prompt(round_)
             _wake(arena.server)
             reply = arena.restored(prompt)
+            _wake(arena.server)
+            samples.add("local", arena.server.complete(prompt, _ANSWER_TOKENS).ttft_s)
+            samples.add(how, reply.ttft_s)
             restored.append(reply.cached_tokens or 0)
             self._judge(how, round_, reply)
-            samples.add(how, reply.ttft_s)
-            samples.add("local", arena.server.complete(prompt, _ANSWER_TOKENS).ttft_s)
             samples.add("limit", self.row.useful_bytes / disk.limit())
             verified = disk.verified_limit(idle.pop())
             samples.add("verified limit", self.row.useful_bytes / verified)

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from benchmarks.agent_sessions import Session, Turn, scaled, synthetic, token_turns
+from benchmarks.agent_sessions import Session, Turn, synthetic, token_turns
+from tests.benchmarks.scaled_agents import scaled
 
 
 def turn(at_s: float, blocks: list[int], prompt_tokens: int, output_tokens: int) -> Turn:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import by_turns
+from benchmarks.measure import WRITES_NOTHING
 
 
 def checkout(root: Path, line: str) -> Path:
@@ -43,3 +44,11 @@ def test_a_benchmark_that_fails_is_an_error(
     monkeypatch.setattr(by_turns, "HERE", before)
     with pytest.raises(subprocess.CalledProcessError):
         by_turns.compare(before, ["made_up"], turns=1)
+
+
+def test_a_turn_is_no_result(tmp_path: Path) -> None:
+    before = checkout(tmp_path / "before", "")
+    (before / "benchmarks" / "made_up.py").write_text(
+        f"import json, os\nprint(json.dumps({{'silent': int('{WRITES_NOTHING}' in os.environ)}}))\n"
+    )
+    assert by_turns.figures_of(before, ["made_up"]) == {"silent": 1.0}

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from benchmarks.cost_errors import LONGEST, CostErrors, Judged, figures, quantile, session
+from benchmarks.cost_errors import LONGEST, CostErrors, Judged, figures, session
+from benchmarks.measure import percentile
 from hetero_connector.artifacts.record import Tier
 
 
@@ -55,7 +56,7 @@ def test_noise_is_the_error_of_a_predictor_that_knows_the_mean() -> None:
     noise = CostErrors("dense", requests, []).noise()
     errors = [abs(request.observed_s - 1.0) for request in requests]
     for share in (0.5, 0.95):
-        assert quantile(noise, share) == pytest.approx(quantile(errors, share), rel=0.08)
+        assert percentile(noise, share) == pytest.approx(percentile(errors, share), rel=0.08)
 
 
 def test_figures_are_the_worst_model_s() -> None:

@@ -119,8 +119,8 @@ def test_clients_continue_the_answers_they_get() -> None:
     assert len(found.answers_s) == 2
 
 
-def run_of(*task_s: float) -> Run:
-    answered = Answered(0.0, 10, "exact", "w0", first_s=0.5, last_s=1.0, gaps_s=[0.5])
+def run_of(*task_s: float, ttft_s: float = 0.5) -> Run:
+    answered = Answered(0.0, 10, "exact", "w0", first_s=ttft_s, last_s=1.0, gaps_s=[0.5])
     played = Played({(0, 0): answered}, list(task_s), list(task_s), 1.0)
     return Run(played, Gained({}, 0, 1.0), Counter(), 0.5, 0.6, 0.4, 1.0)
 
@@ -132,6 +132,14 @@ def test_the_best_policy_is_what_ownerserve_is_compared_with() -> None:
     assert figures["task_over_ownerserve"] == {OWN: 1.0, "a": 0.75, "b": 2.0}
     assert figures["live_over_best"] == pytest.approx(1 / 0.75, abs=1e-3)
     assert figures["interval"]["b"] == [2.0, 2.0]
+
+
+def test_a_policy_that_played_one_round_is_compared_with_that_round() -> None:
+    slow = run_of(8.0, 8.0, ttft_s=2.0)
+    figures = headline({OWN: [run_of(2.0, 4.0), slow, slow], "a": [run_of(4.0, 8.0)]}, rounds=2)
+    assert figures["task_over_ownerserve"] == {OWN: 1.0, "a": 2.0}
+    assert figures["ttft_over_ownerserve"] == {OWN: 1.0, "a": 1.0}
+    assert figures["interval"]["a"] == [2.0, 2.0]
 
 
 def test_the_twin_is_as_good_as_in_the_worse_setup() -> None:
@@ -212,6 +220,7 @@ def test_only_the_default_draws_are_published(
     )
     live_redrawn.main()
     assert published["write"] is is_published
+    assert published["machine"] == json.loads(newest().read_text())["machine"]
     assert json.loads(json.dumps(published["details"]))["options"]["rate"] == 0.3
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import measure
-from benchmarks.measure import DirectDisk, cpu_name, is_default, options
+from benchmarks.measure import DirectDisk, cpu_name, is_default, options, percentile
 
 
 def test_a_verified_limit_reads_the_whole_file_into_the_memory_given(tmp_path: Path) -> None:
@@ -64,3 +64,10 @@ def test_a_file_that_was_written_again_is_still_random(tmp_path: Path) -> None:
     assert disk.write_bandwidth() > 0
     assert (tmp_path / "dd.reference").read_bytes() == content
     disk.close()
+
+
+def test_a_percentile_is_a_sample_that_so_many_do_not_exceed() -> None:
+    samples = [4.0, 1.0, 3.0, 2.0]
+    shares = (0.0, 0.25, 0.5, 0.51, 0.99, 1.0)
+    assert [percentile(samples, x) for x in shares] == [1.0, 1.0, 2.0, 3.0, 4.0, 4.0]
+    assert percentile([], 0.5) == 0.0

@@ -53,3 +53,12 @@ def test_decodes_are_timed_from_their_first_tokens_and_have_new_prompts() -> Non
         server.asked = 0
         assert live_page._decode(server, seeds) == 2.5
     assert len({tuple(prompt) for prompt in server.prompts}) == 16
+
+
+def test_the_ratio_of_decodes_is_told_with_its_spread() -> None:
+    figures = live_page.DecodeTiming([1.0, 2.0, 4.0], [1.5, 2.0, 2.0], 0).figures()
+    assert figures == {
+        "decode_ratio_observed": 1.0,
+        "decode_ratio_observed_least": 0.5,
+        "decode_ratio_observed_most": 1.5,
+    }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.agent_sessions import scaled, synthetic
+from benchmarks.agent_sessions import synthetic
 from benchmarks.checkpoint_policies import figures_of
 from benchmarks.policy_replay import PolicyRun, replay
+from tests.benchmarks.scaled_agents import scaled
 
 pytestmark = pytest.mark.long
 

@@ -8,12 +8,16 @@ from itertools import dropwhile, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks import engine_process, layerwise_transfer, restore
 from benchmarks.engine_process import Timing
 from benchmarks.measure import Memcpy, Samples
 from examples import cpu_kernels
+from hetero_connector.transfer.base import OpenFile
+from hetero_connector.transfer.choose import ChosenTransfer
+from hetero_connector.transfer.pread_files import PreadFiles
 
 RATIOS, TURNS = ("ratio", "vs_off", "with_ssd"), ("plain", "save", "off", "spill")
 LONG = 256
@@ -161,3 +165,33 @@ def test_a_model_that_this_cpu_cannot_run_is_named_and_left_out(
     assert printed.startswith("deepseek_v4: skipped, no kernels\n")
     assert "gemma3" in printed
     assert printed.count("deepseek_v4") == 1
+
+
+def test_tokens_that_are_decoded_complete_a_chunk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    decoded: set[tuple[int, int]] = set()
+
+    def complete(
+        engine: FakeEngine, prompt: Sequence[int], tokens: int = 1, recompute: bool = False
+    ) -> Timing:
+        if tokens > 1:
+            decoded.add((len(prompt), tokens))
+        return Timing(1.0, 1.0, 0)
+
+    started(monkeypatch, restore, ["plain ", "saving ", "spilling "])
+    monkeypatch.setattr(FakeEngine, "complete", complete)
+    restore.measure_saving(tmp_path, 1)
+    [(prompt, tokens)] = decoded
+    chunk = 256
+    assert prompt // chunk < (prompt + tokens - 1) // chunk
+
+
+def test_nixl_is_not_taken_for_what_took_its_place(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    memory = np.zeros(4096, np.uint8)
+    chosen = ChosenTransfer(PreadFiles(memory, []), "no io_uring here")
+    monkeypatch.setattr(layerwise_transfer, "choose_file_transfer", lambda *_: chosen)
+    with pytest.raises(RuntimeError, match="no io_uring here"):
+        layerwise_transfer._nixl(memory, OpenFile(0, 0), tmp_path)

@@ -12,7 +12,8 @@ import pytest
 
 from benchmarks import measure as measures
 from benchmarks import restore_parts
-from benchmarks.measure import Samples
+from benchmarks.engine_process import Timing
+from benchmarks.measure import Memcpy, Samples
 from benchmarks.side_by_side import shared_prefixes
 from examples import cpu_kernels
 
@@ -65,10 +66,57 @@ def test_shared_prefixes_leave_out_what_this_cpu_cannot_run(
     monkeypatch.setattr(sys, "argv", ["shared_prefixes", "--models", "gemma3", "--json"])
     shared_prefixes.main()
     assert not results.exists(), "a part of the models is no result"
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    printed = capsys.readouterr().out
+    assert "blocks_per_session      1  <= 1.1  met" in printed
+    figures = json.loads(printed.splitlines()[-1])
     assert figures == {"local_hits": 1.0, "blocks_per_session": 1.0}
     measured.clear()
     monkeypatch.setattr(sys, "argv", ["shared_prefixes"])
     shared_prefixes.main()
     assert measured == [x for x in shared_prefixes.MODELS if x != "deepseek_v4"]
     assert [x.suffix for x in sorted(results.iterdir())] == [".json", ".txt"]
+
+
+def test_an_engine_is_woken_before_a_restore_and_before_the_hit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    class Engine:
+        """Notes what it is asked; a prompt has 8 bytes of state."""
+
+        def __init__(self, *_: object, **__: object) -> None:
+            self._restores = 0
+
+        def __enter__(self) -> Engine:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def call(self, name: str) -> dict[str, float]:
+            return {}
+
+        def complete(self, prompt: list[int], tokens: int = 1) -> Timing:
+            calls.append("complete")
+            return Timing(1.0, 0.0, 0)
+
+        def wake(self) -> None:
+            calls.append("wake")
+
+        def reset_prefix_cache(self) -> None:
+            calls.append("forget")
+
+        def restored(self) -> dict[str, int]:
+            self._restores += 1
+            return {"dram": 8 * (1, 1, 2)[self._restores - 1]}
+
+    class Copy(Memcpy):
+        def reused(self) -> float:
+            calls.append("memcpy")
+            return super().reused()
+
+    monkeypatch.setattr(restore_parts, "EngineProcess", Engine)
+    monkeypatch.setattr(restore_parts, "Memcpy", Copy)
+    restore_parts.measure("gemma3", turns=2)
+    turn = ["forget", "wake", "complete", "wake", "complete", "memcpy"]
+    assert calls[-12:] == 2 * turn

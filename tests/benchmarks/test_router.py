@@ -1,7 +1,6 @@
 """The benchmark of the router still measures whole answers, exact placements and every figure."""
 
 import asyncio
-import itertools
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +60,7 @@ def test_sessions_grow_and_are_placed_exactly() -> None:
 
 
 def test_prompts_that_are_placed_share_no_chunk() -> None:
-    prompts = list(itertools.islice(new_prompts(), 300))
+    prompts = list(new_prompts(300))
     assert {len(prompt) for prompt in prompts} == {2_000}
-    assert len({prompt[:8] for prompt in prompts}) == 300
+    assert len({prompt[:64] for prompt in prompts}) == 300
+    assert min(len(set(prompt.split())) for prompt in prompts) > 20, "they have many words"

@@ -223,6 +223,7 @@ def test_the_newest_rows_of_a_file_are_published(
 ) -> None:
     stopped = row("mooncake", "dense-bench", None, error="restart: it was stopped here")
     rows = [stopped, row("heterocache", "dense-bench"), row("mooncake", "dense-bench", 0.04)]
+    rows.append(row("heterocache", "gemma3", 0.0275, useful_bytes=12_000_000))
     kept = tmp_path / "rows"
     kept.write_text("".join(json.dumps(asdict(x)) + "\n" for x in rows))
     monkeypatch.setattr(measure, "RESULTS", tmp_path / "results")
@@ -231,7 +232,9 @@ def test_the_newest_rows_of_a_file_are_published(
     command.main()
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["added_over_best_rival"] == 0.5
     (written,) = (tmp_path / "results").glob("*.txt")
-    assert "it was stopped here" not in written.read_text()
+    lines = [line.split() for line in written.read_text().splitlines()]
+    assert ["restore_fixed_ms", "2.5", "<=", "1.5", "missed"] in lines
+    assert not any("stopped" in line for line in lines)
 
 
 def whole_row(contestant: str, model: str = "dense-bench", **fields: Any) -> Row:

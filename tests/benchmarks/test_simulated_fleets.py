@@ -26,7 +26,7 @@ from ownership.simulator.sweeps.report import Row
 from tests.ownership.simulator.small_fleets import agents
 
 STUDY = Study(
-    "small", "mooncake", DENSE, [Setting(2, 5.0, 200)], ("ownerserve", "colocated", "oracle")
+    "small", "mooncake", DENSE, [Setting(2, 5.0, 60)], ("ownerserve", "colocated", "oracle")
 )
 
 
