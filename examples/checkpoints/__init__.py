@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import tempfile
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from examples.checkpoints.deepseek_v4 import write_deepseek_v4
 from examples.checkpoints.recipes import RECIPES, write_recipe
 from examples.checkpoints.tokenizer import write_tokenizer
 
-__all__ = ["NAMES", "write_checkpoint"]
+__all__ = ["NAMES", "checkpoint_name", "write_checkpoint"]
 
 _REVISION = 2
 """Raise it when a recipe changes: checkpoints already written are made again."""
@@ -38,6 +39,13 @@ _WRITERS: dict[str, Callable[[Path], None]] = {
 
 NAMES = tuple(sorted(_WRITERS))
 """The names of all checkpoints."""
+
+
+def checkpoint_name(given: str) -> str:
+    """Return a name from a command line. Raises ArgumentTypeError, which argparse reports."""
+    if given not in NAMES:
+        raise ArgumentTypeError(f"no checkpoint {given!r}; there are {', '.join(NAMES)}")
+    return given
 
 
 def write_checkpoint(name: str, root: Path | str) -> Path:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from examples.checkpoints import NAMES, write_checkpoint
+from examples.checkpoints import NAMES, checkpoint_name, write_checkpoint
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.checkpoints", description=__doc__)
     parser.add_argument("out_dir", type=Path)
-    parser.add_argument("names", nargs="*", metavar="name", help=f"any of {', '.join(NAMES)}")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        type=checkpoint_name,
+        metavar="name",
+        help=f"any of {', '.join(NAMES)}",
+    )
     arguments = parser.parse_args()
-    unknown = set(arguments.names) - set(NAMES)
-    if unknown:
-        parser.error(f"no checkpoint {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     for name in arguments.names or NAMES:
         directory = write_checkpoint(name, arguments.out_dir)
         size = sum(file.stat().st_size for file in directory.iterdir())

@@ -32,8 +32,11 @@ class HeteroServer(LLMServer):
         if self._constant is None:
             self._constant = [self._models(), self._pages(), *await self._tokens()]
         if self._costs is None or time.monotonic() - self._costs_s > _COSTS_S:
-            self._costs, self._costs_s = await self._told("costs"), time.monotonic()
-        answers = [*self._constant, self._costs, await self._told("chain")]
+            costs = await self._told("costs")
+            if any("costs" in engine for engine in costs.answer["engines"]):
+                self._costs, self._costs_s = costs, time.monotonic()
+        known = [] if self._costs is None else [self._costs]
+        answers = [*self._constant, *known, await self._told("chain")]
         return {**await super().record_routing_stats(), **routing_stats(answers)}
 
     async def _told(self, what: str) -> Answer:

@@ -101,7 +101,7 @@ class _Router:
             if self._config.ext_proc_port is not None:
                 from ownership.router.ext_proc import Parts, endpoint_picker
 
-                parts = Parts(self._config, self._proxy, placer, self.metrics, spans)
+                parts = Parts(self._config, self._workers, self._proxy, placer, self.metrics, spans)
                 picker = endpoint_picker(
                     parts,
                     self._config.ext_proc_port,

@@ -57,7 +57,7 @@ class EndpointSlices:
                 if answer.status in (401, 403):
                     raise ValueError(
                         f"status {answer.status}: the pod's service account needs a Role with "
-                        f"`get` and `list` on endpointslices of discovery.k8s.io in {namespace}"
+                        f"`list` on endpointslices of discovery.k8s.io in {namespace}"
                     )
                 answer.raise_for_status()
                 listed = msgspec.json.decode(await answer.read(), type=_Slices)

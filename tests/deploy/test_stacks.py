@@ -20,7 +20,7 @@ import yaml
 from hetero_connector.config import HeteroConfig
 from hetero_connector.supported_vllm import check_version
 from ownership.directory.redis.address import RedisAddress
-from ownership.router.config import read_config
+from ownership.router.config import RouterConfig, read_config
 from scripts.make_dashboard import DASHBOARDS
 from tests.examples.test_disaggregated_compose import COMPOSE as EXAMPLE
 from tests.examples.test_disaggregated_compose import compose, compose_services
@@ -179,6 +179,26 @@ def test_the_router_of_compose_is_configured_as_it_takes_it(
         assert services[name]["environment"]["VLLM_PLUGINS"] == "heterocache"
 
 
+def test_what_serves_is_started_again_when_it_ends(services: dict[str, Any]) -> None:
+    for name in ("redis", *SERVERS, "router"):
+        assert services[name]["restart"] == "unless-stopped"
+
+
+def test_the_default_models_are_ones_that_hugging_face_gives_to_everyone() -> None:
+    given = {name: value for name, value in GIVEN.items() if name != "MODEL"}
+    commands = [
+        compose_services(DEPLOY / "compose.yaml", given)["vllm-0"]["command"],
+        compose_services(EXAMPLE, given)["prefill-0"]["command"],
+    ]
+    (model,) = values()["servingEngineSpec"]["modelSpec"]
+    assert {model["modelURL"], *(command[0] for command in commands)} == {"Qwen/Qwen3-8B"}
+
+
+def test_envoy_waits_for_room_and_for_a_prefill() -> None:
+    (given,) = re.findall(r"message_timeout: (\d+)s", (DEPLOY / "envoy/envoy.yaml").read_text())
+    assert int(given) > RouterConfig.queue_s + RouterConfig.silent_s
+
+
 def test_containers_are_given_more_time_to_stop_than_vllm(services: dict[str, Any]) -> None:
     """Without the option vLLM kills an engine at once, before it has written its state."""
 
@@ -256,6 +276,8 @@ def test_the_helm_values_are_those_of_the_chart(monkeypatch: pytest.MonkeyPatch)
     assert model["vllmConfig"].keys() <= known["vllmConfig"]["properties"].keys()
     assert model["vllmConfig"]["enablePrefixCaching"] is True
     assert model["tag"] == TAG
+    # Events have the tokens of all prompts, and nothing in the chart reads them.
+    assert "--kv-events-config" not in model["vllmConfig"]["extraArgs"]
     extra = transfer_config(model["vllmConfig"]["extraArgs"], "secret")
     config = is_accepted(extra, monkeypatch)
     check_pod(config, extra, model["env"], model["extraVolumeMounts"], model["extraVolumes"])

@@ -138,7 +138,7 @@ def test_a_password_must_be_given_and_a_model_may_be() -> None:
     with pytest.raises(AssertionError, match="REDIS_PASSWORD is not set"):
         services_with({})
     model = services_with({"REDIS_PASSWORD": "secret"})["decode-0"]["command"][0]
-    assert model == "google/gemma-3-4b-it"
+    assert model == "Qwen/Qwen3-8B"
 
 
 def test_one_image_is_built_once_from_what_is_there(services: dict[str, Any]) -> None:

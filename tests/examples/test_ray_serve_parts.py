@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -18,6 +22,7 @@ from examples.ray_serve.parameters import (
 )
 from hetero_connector.config import HeteroConfig
 from ownership.router.ray_serve.placing import replica_config
+from ownership.router.ray_serve.replicas import told_in
 
 EXAMPLE = Path(__file__).parents[2] / "examples/ray_serve"
 
@@ -103,6 +108,50 @@ def test_a_file_configures_the_connector(name: str, monkeypatch: pytest.MonkeyPa
         assert transfer["kv_connector"] == "HeteroConnector"
         extra = own_configuration(transfer["kv_connector_extra_config"], "app-0", "127.0.0.1")
         assert HeteroConfig.from_extra_config(extra).worker_name == "app-0"
+
+
+def test_a_replica_tells_its_costs_once_an_engine_has_told_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Base:
+        async def record_routing_stats(self) -> dict[str, Any]:
+            return {}
+
+    internals = SimpleNamespace(
+        TokenizeChatRequest=None, TokenizeCompletionRequest=None, config_of=None
+    )
+    for name, module in (
+        ("ray.serve.llm.deployment", SimpleNamespace(LLMServer=Base)),
+        ("examples.ray_serve.internals", internals),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+    spec = spec_from_file_location("server", EXAMPLE / "server.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(module := module_from_spec(spec))
+    told: list[dict[str, Any]] = []
+
+    class Engines:
+        async def ask(self, question: dict[str, str]) -> list[dict[str, Any]]:
+            return told if question == {"get": "costs"} else []
+
+    server = module.HeteroServer()
+    server._engines, server._constant = Engines(), []
+
+    def costs() -> list[Any]:
+        answers = told_in(asyncio.run(server.record_routing_stats()))
+        return [x.answer["engines"] for x in answers if x.path.endswith("costs")]
+
+    assert costs() == [], "no engine is found"
+    told = gone = [{"error": "engine 0: it is gone"}]
+    assert costs() == []
+    told = [{"costs": "first"}]
+    assert costs() == [told]
+    known, told = told, [{"costs": "second"}]
+    assert costs() == [known], "each change is sent to everyone who routes"
+    server._costs_s -= 2 * module._COSTS_S
+    told = gone
+    assert costs() == [known], "a good answer stays"
 
 
 @pytest.mark.parametrize(

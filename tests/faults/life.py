@@ -155,7 +155,7 @@ class Life(ABC):
         self._dram_chunks = rng.randint(3, 8)
         self._ssd_chunks = rng.randint(3, 16)
         self._verify: Any = rng.choice(("ssd", "ssd", "all"))
-        self._eviction: Any = rng.choice(("leaf_lru", "lru", "value"))
+        self._eviction: Any = rng.choice(("leaf_lru", "value"))
         budget = rng.random() < 0.1
         self._budget = 8 * 4 * chunk_bytes if budget else None
         self._weathers = [rng.choice(list(WEATHERS)) for _ in range(2)]

@@ -104,7 +104,7 @@ class FaultyFiles:
 
     @property
     def in_flight(self) -> int:
-        """See `FileTransfer`."""
+        """Transfers that have not ended."""
         return len(self.active)
 
     def submit(self, direction: Direction, extents: Sequence[Extent]) -> FaultyTransfer:

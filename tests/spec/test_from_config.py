@@ -240,6 +240,10 @@ def test_mamba2_states() -> None:
         (LLAMA | {"use_sliding_window": True}, "'use_sliding_window'"),
         (LLAMA | {"torch_dtype": "int7"}, "KV dtype 'int7'"),
         (TINY_V4 | {"compress_ratios": [0, 128, 4, 2, 4]}, "layer 3 has compression ratio 2"),
+        (
+            TINY_V4 | {"compress_ratios": None, "layer_types": ["sliding_attention", "conv"] * 3},
+            "layer 1 has unknown type 'conv'",
+        ),
         (TINY_V4 | {"compress_ratios": [0]}, "'compress_ratios' should be a list of 5"),
         (GRANITE | {"layer_types": ["mamba", "conv", "mamba"]}, "layer 1 has unknown type 'conv'"),
         ({"model_type": "deepseek_v3", "num_hidden_layers": 1}, "'kv_lora_rank'"),

@@ -277,13 +277,59 @@ def test_a_failed_start_of_the_process_is_tried_again_later(
     assert peers.close()
 
 
-@pytest.mark.parametrize("behaviour", ["garbage", "an unknown read", "silence", "exits"])
+def test_a_process_that_dies_once_it_is_ready_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the worker would register under a new epoch for nothing, again and again."""
+    (tmp_path / "brief.py").write_text(
+        "import os, socket, sys, uuid\n"
+        "from hetero_connector.transfer.agent_metadata import AgentMetadata\n"
+        "from hetero_connector.transfer.peer_frames import Frame, Kind\n"
+        "engine = socket.socket(fileno=int(sys.argv[2]))\n"
+        "metadata = AgentMetadata(uuid.uuid4().hex, ((4096, 4096),), b'x').encode()\n"
+        "engine.sendall(Frame(Kind.READY, 0, metadata).encode())\n"
+        f"while not os.path.exists({str(tmp_path / 'dies')!r}) and engine.recv(4096): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(peer_child, "_MODULE", "brief")
+    now_s = 100.0
+    with caplog.at_level(logging.INFO, "vllm.heterocache"):
+        peers = NixlPeers([create_shared("test", SIZE)], clock=lambda: now_s)
+        before = peers.metadata
+        (tmp_path / "dies").touch()
+        os.kill(peers.process_id, signal.SIGKILL)
+        for _ in range(2):
+            until(peers.maintain)
+            dead = peers.process_id
+            now_s += 60.0
+            assert not peers.maintain()
+            assert peers.process_id != dead, "another is started"
+            until(lambda: not _runs(peers.process_id))
+        until(peers.maintain)
+        assert not peers.maintain()
+        assert peers.metadata == before
+        assert caplog.text.count("can read the DRAM tier") == 1
+        (tmp_path / "dies").unlink()
+        now_s += 60.0
+        until(lambda: not peers.maintain() and peers.metadata != before)
+    assert caplog.text.count("can read the DRAM tier") == 2, "who can connect is said again"
+    assert peers.close()
+
+
+_MALFORMED = ("garbage", "an unknown read", "ready twice", "failed", "alive")
+"""Messages of which the last three are sound, but not due."""
+
+
+@pytest.mark.parametrize("behaviour", [*_MALFORMED, "silence", "exits"])
 def test_a_process_that_sends_malformed_messages_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: str
 ) -> None:
-    """It may be under attack: the engine trusts nothing it sends, and lives."""
+    """It may be under attack: the engine trusts nothing it sends, and lives.
+
+    A flood of what is not due would hold the engine's thread, so one such message is enough.
+    """
     (tmp_path / "hostile.py").write_text(
-        "import os, socket, sys, time\n"
+        "import socket, sys\n"
         "from hetero_connector.transfer.agent_metadata import AgentMetadata\n"
         "from hetero_connector.transfer.peer_frames import Frame, Kind\n"
         "engine = socket.socket(fileno=int(sys.argv[2]))\n"
@@ -293,7 +339,10 @@ def test_a_process_that_sends_malformed_messages_is_killed(
         "engine.recv(1)\n"
         "if behaviour == 'garbage': engine.sendall(bytes([255]) * 4096)\n"
         "if behaviour == 'an unknown read': engine.sendall(Frame(Kind.ENDED, 99, b'').encode())\n"
-        "if behaviour != 'exits': time.sleep(60)\n"
+        "if behaviour == 'ready twice': engine.sendall(Frame(Kind.READY, 0, metadata).encode())\n"
+        "if behaviour == 'failed': engine.sendall(Frame(Kind.FAILED, 0, b'').encode())\n"
+        "if behaviour == 'alive': engine.sendall(Frame(Kind.ALIVE, 0, b'').encode())\n"
+        "while behaviour != 'exits' and engine.recv(4096): pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(peer_child, "_MODULE", "hostile")
@@ -303,7 +352,10 @@ def test_a_process_that_sends_malformed_messages_is_killed(
     read = peers.submit("other", [PeerExtent(0, 0, 0, 0, 8)])
     if behaviour == "silence":
         assert read.poll() is TransferState.PENDING
-        assert peers.close(timeout_s=0.1)
+        with monkeypatch.context() as patched:
+            asked = Mock(side_effect=AssertionError("the read is waited for"))
+            patched.setattr(peers._child, "drive", asked)
+            assert peers.close()
     until(lambda: read.poll() is not TransferState.PENDING)
     assert read.poll() is TransferState.FAILED
     assert peers.close()

@@ -36,7 +36,7 @@ from ownership.router.requests import (
 )
 from ownership.router.reservations import Reservation
 from ownership.router.spans import RouterSpans
-from ownership.router.workers import Worker
+from ownership.router.workers import Worker, WorkerSet
 
 ENDPOINT = "x-gateway-destination-endpoint"
 _SUBSET = ("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset")
@@ -55,6 +55,7 @@ class Parts(NamedTuple):
     """The parts of the router that a stream needs."""
 
     config: RouterConfig
+    workers: WorkerSet
     proxy: Proxy
     placer: Placer
     metrics: RouterMetrics
@@ -132,7 +133,9 @@ class Stream:
     ) -> None:
         """Place a request, and follow its answer. Raises RefusedError."""
         parts, arrived_s = self._parts, monotonic()
-        excluded: Container[Worker] = () if subset is None else _Outside(subset)
+        excluded: Container[Worker] = ()
+        if subset is not None:
+            excluded = _Outside(await _with_names(subset, parts.workers))
         with request.spans.placing():
             placed = await parts.proxy.place(request, excluded)
             request.spans.on_placed(placed)
@@ -309,8 +312,23 @@ def endpoint_of(worker: Worker) -> str:
     return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
 
 
+async def _with_names(subset: frozenset[str], workers: WorkerSet) -> frozenset[str]:
+    """Return a subset with the workers whose addresses are in it as they are configured, too."""
+
+    async def is_in(worker: Worker) -> bool:
+        try:
+            return await _resolved(worker) in subset
+        except RefusedError:
+            return False
+
+    return subset | {endpoint_of(worker) for worker in list(workers) if await is_in(worker)}
+
+
 async def _resolved(worker: Worker) -> str:
-    """Return a worker's `ip:port`. Raises RefusedError if its name has no address."""
+    """Return a worker's `ip:port`. Raises RefusedError if its name has no address.
+
+    A name is asked for each time: its address changes when its container starts again.
+    """
     endpoint = endpoint_of(worker)
     host, _, port = endpoint.rpartition(":")
     try:

@@ -92,7 +92,7 @@ class ReplicaPlacing:
         return placed
 
     def routed(self, name: str, replica: str) -> None:
-        """A request was sent to a replica: to another one than was chosen, if that was full."""
+        """Ray sends a request to a replica: to another one than was chosen, if that was full."""
         held = self._held.get(name)
         if held is None or held.worker.name == replica:
             return

@@ -77,12 +77,6 @@ class OwnerRouter(RequestRouter):
         chosen = by_name.pop(placed.worker.name)
         return [[chosen], list(by_name.values())]
 
-    def on_request_routed(
-        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
-    ) -> None:
-        """Called by Ray when a replica has accepted a request."""
-        self._placing.routed(pending_request.metadata.internal_request_id, replica_id.unique_id)
-
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Called by Ray when an answer has ended, or its replica or client has."""
         self._placing.ended(internal_request_id, replica_id.unique_id)
@@ -116,5 +110,7 @@ class OwnerRouter(RequestRouter):
         def on_done(future: Any) -> None:
             if future.cancelled():
                 self._placing.left(name)
+            else:  # a client may leave before the replica has accepted
+                self._placing.routed(name, future.result().replica_id.unique_id)
 
         return on_done

@@ -36,7 +36,7 @@ LOOKUP_S = 60.0
 def change(number: int, offset: int | None = 0) -> ExportChange:
     """Return a change: the artifact is at `offset`, or it has left (None)."""
     key = ChunkKey(number.to_bytes(16, "big"))
-    copy = None if offset is None else ExportedCopy(offset, 1, 64, bytes(16), False)
+    copy = None if offset is None else ExportedCopy(offset, 1, 64, bytes(16))
     return ExportChange(ChunkRange(key, ROOT, 0, 64), KV, copy)
 
 

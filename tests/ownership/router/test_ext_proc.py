@@ -489,8 +489,13 @@ def test_a_worker_with_a_name_is_given_by_its_address(
     with channel(router.picker_port) as picker:
         call = EnvoyCall(picker)
         call.send_request()
-        assert call.destination() in {f"{x}:{fleet.ports[0]}" for x in ("127.0.0.1", "[::1]")}
+        address = call.destination()
+        assert address in {f"{x}:{fleet.ports[0]}" for x in ("127.0.0.1", "[::1]")}
         call.call.cancel()
+        in_subset = EnvoyCall(picker)
+        in_subset.send_request(subset=[address])
+        assert in_subset.destination() == address
+        in_subset.call.cancel()
 
 
 def test_a_router_that_ends_lets_streams_come_to_their_ends(start_router: StartRouter) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -178,6 +179,43 @@ def test_a_busy_workers_session_is_read_by_another_only_if_that_can_find_it(
     views.close()
     assert placement.decode_worker != owner
     assert placement.source_worker == (owner if reason is Reason.TOKENS_DIFFER else None)
+
+
+@pytest.mark.parametrize("policy", ["ownerserve", "conductor", "static_pd"])
+@pytest.mark.parametrize(
+    ("other", "reads"),
+    [({}, True), ({"root": b"other"}, False), ({"chunk_tokens": 128}, False), (None, False)],
+)
+def test_nothing_is_fetched_or_handed_off_between_workers_that_cannot_read_each_other(
+    monkeypatch: pytest.MonkeyPatch, policy: str, other: dict[str, Any] | None, reads: bool
+) -> None:
+    """The worker with nearly all of the prompt is busy. The other names chains otherwise, or has
+    no connector."""
+
+    async def find(path: str, body: object, now_s: float) -> PromptView:
+        return PromptView(20_000, {"a": WorkerPrefix(0, 19_968, 19_968)}, Certainty.EXACT)
+
+    _, workers = workers_of("a", "b")
+    chains = FleetChains()
+    chains.told("a", [published("a")], 0.0)
+    chains.told("b", [] if other is None else [replace(published("b"), **other)], 0.0)
+    views = PrefixViews(PromptIdentity(None, ChainCache()), chains, Trust(), None)
+    monkeypatch.setattr(views, "find", find)
+    placer = PolicyPlacer(scheduling_policy(policy, Random(0)), views, WorkerFigures())
+    is_apart = policy == "static_pd"
+    roles = (Role.PREFILL, Role.DECODE) if is_apart else (Role.BOTH, Role.BOTH)
+    placer.set_workers(dict(zip("ab", roles, strict=True)), 0.0)
+    assert placer.ledger is not None
+    placer.ledger.sent("other", Work("a", "a", 10**6, 10**6), 0.0)
+    asked = request()
+    asked.door, asked.body = DOORS["/v1/completions"], b'{"prompt": "x"}'
+    placed = asyncio.run(placer.place(asked, lambda: workers))
+    views.close()
+    assert isinstance(placed, _Planned)
+    placement = placed.placement
+    assert placement.decode_worker == "b"
+    assert "a" in {placement.source_worker, placement.prefill_worker} or not reads
+    assert reads or {placement.source_worker, placement.prefill_worker} == {None, "b"}
 
 
 def test_an_answer_that_is_not_streamed_counts_as_begun_when_that_is_predicted(
@@ -374,6 +412,33 @@ def test_an_odd_answer_costs_no_other_worker_its_figures(
     asyncio.run(figures.ask_all({"odd": odd, "right": ask}))
     assert told == ["/metrics", "/v1/heterocache/costs"]
     assert "worker odd has default costs" in caplog.text
+
+
+@pytest.mark.parametrize("has_connector", [False, True])
+def test_metrics_are_read_until_they_have_said_all(has_connector: bool) -> None:
+    """A worker without the connector has no store. An engine tells the size of its own with the
+    first step."""
+    page = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'
+    sizes = 'heterocache_capacity_bytes{engine="0",model_name="m",tier="dram"} 3e+09\n'
+    pages = [page, page, page + sizes, page + sizes]
+    left = list(pages)
+    subject = ProfileSubject("A", "c", "bfloat16", "", "auto", 1, "")
+    told = CostProfile.of(costs_of(DENSE, (0.5, 0.25, 0.125)), "m", subject).as_json()
+
+    async def ask(method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        if path == "/metrics":
+            return left.pop(0)
+        if not has_connector:
+            raise ValueError("status 404")
+        return {"engines": [{"costs": told}]}
+
+    figures = WorkerFigures()
+    for _ in pages:
+        asyncio.run(figures.ask_all({"one": ask}))
+    assert len(left) == (1 if has_connector else 3)
+    view = figures.fleet({"one": Role.BOTH}, [published("a")])
+    assert view.hbm_bytes("one") == int(1600 * view.footprint.page_bytes_per_token)
+    assert view.table().machine.cache_bytes.tolist() == [3e9 if has_connector else 0.0]
 
 
 def test_a_bug_of_the_router_is_no_odd_answer() -> None:

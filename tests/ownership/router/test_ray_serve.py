@@ -233,52 +233,98 @@ def test_the_time_of_an_earlier_choice_does_not_end_a_later_one(
     playing(act)
 
 
+class RayRouter:
+    """`OwnerRouter`, loaded with stand-ins for what it imports of Ray."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counted = counted = Counter[tuple[str, ...]]()
+
+        class Metric:
+            def __init__(self, name: str, *_: object) -> None:
+                self._name = name
+
+            def inc(self, tags: Mapping[str, str]) -> None:
+                counted[self._name, *tags.values()] += 1
+
+        class Base:
+            def update_replicas(self, replicas: object) -> None: ...
+
+        names = ("PendingRequest", "ReplicaID", "RunningReplica")
+        of_ray = SimpleNamespace(RequestRouter=Base, **dict.fromkeys(names))
+        metrics = SimpleNamespace(Counter=Metric)
+        monkeypatch.setitem(sys.modules, "ray.serve.request_router", of_ray)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "ray.util.metrics", metrics)  # type: ignore[arg-type]
+        path = Path(placing_module.__file__).with_name("router.py")
+        spec = spec_from_file_location("router", path)
+        assert spec is not None
+        assert spec.loader is not None
+        spec.loader.exec_module(module := module_from_spec(spec))
+        self.replicas = [
+            SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats={})
+            for name in NOTHING
+        ]
+        self.router = module.OwnerRouter()
+        self.router.initialize_state()
+
+    def in_flight(self) -> dict[str, int]:
+        return {x.name: x.in_flight for x in self.router._placing.replicas.workers}
+
+    def pending(self, name: str) -> Any:
+        """Return a request as Ray has it. To be called on the event loop."""
+        metadata = SimpleNamespace(
+            internal_request_id=name, call_method="completions", session_id=""
+        )
+        return SimpleNamespace(
+            metadata=metadata,
+            args=[Request(prompt=PROMPT)],
+            routing_context=SimpleNamespace(should_backoff=False),
+            future=asyncio.Future[Any](),
+        )
+
+
+def test_a_request_whose_client_leaves_before_its_replica_has_accepted_counts_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = RayRouter(monkeypatch)
+
+    async def act() -> None:
+        ray.router.update_replicas(ray.replicas)
+        [[chosen], [other]] = await ray.router.choose_replicas(
+            ray.replicas, pending := ray.pending("a")
+        )
+        assert ray.in_flight()[chosen.replica_id.unique_id] == 1
+        pending.future.set_result(other)  # the chosen one is full
+        await asyncio.sleep(0)
+        assert ray.in_flight() == {
+            chosen.replica_id.unique_id: 0,
+            other.replica_id.unique_id: 1,
+        }
+        ray.router.on_request_completed(other.replica_id, "a")
+        assert set(ray.in_flight().values()) == {0}
+        await ray.router.choose_replicas(ray.replicas, left := ray.pending("b"))
+        left.future.cancel()  # the client leaves before there is a replica for it
+        await asyncio.sleep(0)
+        assert set(ray.in_flight().values()) == {0}
+        await ray.router._placing.close()
+
+    asyncio.run(act())
+
+
 def test_a_request_counts_once_in_the_metrics_however_often_ray_asks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    counted = Counter[tuple[str, ...]]()
-
-    class Metric:
-        def __init__(self, name: str, *_: object) -> None:
-            self._name = name
-
-        def inc(self, tags: Mapping[str, str]) -> None:
-            counted[self._name, *tags.values()] += 1
-
-    class Base:
-        def update_replicas(self, replicas: object) -> None: ...
-
-    names = ("PendingRequest", "ReplicaID", "RunningReplica")
-    of_ray = SimpleNamespace(RequestRouter=Base, **dict.fromkeys(names))
-    monkeypatch.setitem(sys.modules, "ray.serve.request_router", of_ray)  # type: ignore[arg-type]
-    monkeypatch.setitem(sys.modules, "ray.util.metrics", SimpleNamespace(Counter=Metric))  # type: ignore[arg-type]
-    spec = spec_from_file_location("router", Path(placing_module.__file__).with_name("router.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(module := module_from_spec(spec))
-    replicas = [
-        SimpleNamespace(replica_id=SimpleNamespace(unique_id=name), routing_stats={})
-        for name in NOTHING
-    ]
+    ray = RayRouter(monkeypatch)
 
     async def act() -> None:
-        router = module.OwnerRouter()
-        router.initialize_state()
-        router.update_replicas(replicas)
+        ray.router.update_replicas(ray.replicas)
         for number in range(2):
-            pending = SimpleNamespace(
-                metadata=SimpleNamespace(
-                    internal_request_id=f"{number}", call_method="completions", session_id=""
-                ),
-                args=[Request(prompt=PROMPT)],
-                routing_context=SimpleNamespace(should_backoff=False),
-                future=asyncio.Future[None](),
-            )
+            pending = ray.pending(f"{number}")
             for _ in range(3):
-                assert len(await router.choose_replicas(replicas, pending)) == 2
-        await router._placing.close()
+                assert len(await ray.router.choose_replicas(ray.replicas, pending)) == 2
+        await ray.router._placing.close()
 
     asyncio.run(act())
+    counted = ray.counted
     assert counted.pop(("heterocache_router_placements", "blind", "colocated_prefill")) == 2
     assert set(counted.values()) == {2}, "each reason of each request"
 

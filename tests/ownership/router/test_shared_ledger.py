@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ownership.router.shared_ledger import LEASE_S, LedgerDoubt, SharedLedger
+from ownership.router.shared_ledger import LEASE_S, SharedLedger
+from ownership.router.view import Reason
 from ownership.scheduling import FleetView, Ledger, Work
 from tests.ownership.scheduling.fleets import fleet_of, worker
 
@@ -123,7 +124,7 @@ def test_a_lost_message_is_noticed_by_the_next_one_and_repeated() -> None:
     assert (len(other), other.doubts(routers.now_s)) == (0, [])
     routers.send(1, "b", "b", 300)
     routers.round()
-    assert (len(other), other.doubts(routers.now_s)) == (1, [LedgerDoubt.PEER_GAP])
+    assert (len(other), other.doubts(routers.now_s)) == (1, [Reason.PEER_GAP])
     routers.settle()
     routers.assert_alike()
 
@@ -137,7 +138,7 @@ def test_a_router_that_starts_later_knows_all_after_two_exchanges() -> None:
     routers.one.first_token(done, routers.now_s)
     routers.round()
     late = routers.start()
-    assert late.doubts(routers.now_s) == [LedgerDoubt.PEERS_LOST]
+    assert late.doubts(routers.now_s) == [Reason.PEERS_LOST]
     routers.round()
     routers.round()
     routers.assert_alike()
@@ -174,7 +175,7 @@ def test_without_exchanges_a_router_goes_on_with_its_own_and_says_so() -> None:
         routers.now_s += STEP_S
         alone.take_message(routers.now_s)
         alone.on_lost(routers.now_s)
-    assert alone.doubts(routers.now_s) == [LedgerDoubt.PEERS_LOST]
+    assert alone.doubts(routers.now_s) == [Reason.PEERS_LOST]
     assert (alone.own("a").prefilling, alone.own("b").prefilling) == (1, 0)
     routers.settle()
     routers.assert_alike()
@@ -208,6 +209,6 @@ def test_messages_of_another_version_are_noticed_and_left_out(content: bytes) ->
     routers.round()
     [ledger] = routers.all
     ledger.take_in(content, routers.now_s, routers.now_s)
-    assert ledger.doubts(routers.now_s) == [LedgerDoubt.PEER_DIFFERS]
+    assert ledger.doubts(routers.now_s) == [Reason.PEER_DIFFERS]
     assert (len(ledger), ledger.num_peers) == (0, 0)
-    assert ledger.doubts(routers.now_s + LEASE_S) == [LedgerDoubt.PEERS_LOST]
+    assert ledger.doubts(routers.now_s + LEASE_S) == [Reason.PEERS_LOST]
