@@ -14,15 +14,14 @@ new token, and the seconds to restore stored state, by loading or recomputing.
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import pareto
 from benchmarks.agent_sessions import Session, recorded, synthetic
 from benchmarks.goals import goal_table
-from benchmarks.measure import machine_line, rounded, save, table
+from benchmarks.measure import machine_line, publish, rounded, table
 from benchmarks.policy_replay import PolicyRun, replay
 from hetero_connector.planner.checkpoints import NEVER
 from hetero_connector.planner.profile import CostProfile
@@ -36,31 +35,18 @@ def main() -> None:
     arguments = _arguments()
     sessions = _sessions(arguments)
     profile = None if arguments.profile is None else CostProfile.read(arguments.profile)
-    report = _Report()
-    report.add(_heading(arguments, sessions))
+    heading = _heading(arguments, sessions)
     runs = replay(MODELS, (*FIXED, "adaptive"), sessions, profile)
-    report.add(_policy_table(runs), figures_of(runs), policies=[_details(run) for run in runs])
-    report.add(goal_table("checkpoint_policies", report.figures))
-    if arguments.out:
-        text = "\n\n".join(report.sections)
-        print(f"written: {save('checkpoint_policies', text, report.figures, report.details)}")
-    if arguments.json:
-        print(json.dumps(report.figures))
-
-
-class _Report:
-    """A table that is printed line by line, because a run takes minutes."""
-
-    def __init__(self) -> None:
-        self.sections: list[str] = []
-        self.figures: dict[str, float] = {}
-        self.details: dict[str, Any] = {}
-
-    def add(self, section: str, figures: Mapping[str, float] | None = None, **details: Any) -> None:
-        self.sections.append(section)
-        self.figures |= figures or {}
-        self.details |= details
-        print(f"{section}\n", flush=True)
+    figures = figures_of(runs)
+    goals = goal_table("checkpoint_policies", figures)
+    publish(
+        "checkpoint_policies",
+        f"{heading}\n\n{_policy_table(runs)}\n\n{goals}",
+        figures,
+        {"policies": [_details(run) for run in runs]},
+        as_json=arguments.json,
+        write=arguments.out,
+    )
 
 
 def figures_of(runs: Sequence[PolicyRun]) -> dict[str, float]:

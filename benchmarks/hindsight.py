@@ -3,7 +3,7 @@
 For a few requests on four workers, it prints the waiting of tasks under `ownerserve`, with other
 weights of its prices, and after a search that knows the future has changed placements
 (`research/hindsight.py`), next to the lower bound. The search's result is a schedule of the same
-engines; a better one may exist. Writes `results/hindsight-<date>.{txt,json}`.
+engines; a better one may exist. Results are written with both traces only.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = list(all_measured(cases, traces))
     text = as_table(found)
     ratios = {one["case"]: one["found_s"] / one["wait_s"] for one in found}
-    write, details = not arguments.quick, {"cases": found}
-    publish("hindsight", text, rounded(ratios), details, as_json=False, write=write)
+    write = bool(arguments.mooncake and arguments.sessions) and not arguments.quick
+    publish("hindsight", text, rounded(ratios), {"cases": found}, as_json=False, write=write)
 
 
 if __name__ == "__main__":

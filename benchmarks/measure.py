@@ -25,7 +25,7 @@ from hetero_connector.units import MIB
 
 RESULTS = Path(__file__).parent / "results"
 WRITES_NOTHING = "BENCHMARKS_WRITE_NOTHING"
-"""An environment variable: where it is set no benchmark publishes files."""
+"""An environment variable: `publish` writes nothing where it is set."""
 _DD_BLOCK = 4 * MIB
 _READERS = 4
 _NVIDIA = Path("/proc/driver/nvidia")

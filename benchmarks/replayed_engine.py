@@ -77,9 +77,11 @@ class SmallStore(ArtifactStore):
         found = [Wanted(state_type, self._found(chunks)) for state_type, chunks in wanted]
         return super().begin_restore(found, copies, within_s)
 
-    def begin_save(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> Save | None:
+    def begin_save(
+        self, chunk: ChunkRange, sizes: Mapping[StateType, int], *, is_again: bool = False
+    ) -> Save | None:
         small = {t: math.ceil(n / self.scale) for t, n in sizes.items()}
-        save = super().begin_save(chunk, small)
+        save = super().begin_save(chunk, small, is_again=is_again)
         if save is not None:
             self._sizes[id(save)] = sizes
         return save

@@ -2,8 +2,8 @@
 
 `hook_ms_131k`: milliseconds on the scheduler's thread to match, plan, admit, order the load and
 release it, without hashing (`hash_ms_131k`); the worst of three models, medians over rounds by
-turns. Before each prompt the cost model learns from a step and a load, as it does in an engine, so
-that no cached table is still valid.
+turns. Before each prompt the cost model learns from a step and a load, as it does in an engine; the
+load ends what the planner has cached of loads from DRAM.
 `queue_us_1024`: microseconds to find the engine's load before a request, with 1,024 requests that
 decode and 1,024 that wait; it is a part of the match. `decode_us_1024`: microseconds to order a
 step in which those 1,024 decode and complete no chunk.
@@ -98,7 +98,7 @@ def measure(preset: str, repeats: int = 31) -> HookTiming:
 
 
 def _learn(costs: CostModel, model: ModelSpec) -> None:
-    """Let the cost model learn from a step and a load, which ends what the planner has cached."""
+    """Let the cost model learn from a step, and from a load: the planner's table is made again."""
     costs.compute.observe(8_192, 0, 0.4)
     costs.load.observe(Tier.DRAM, {model.prefix_types[0]: 10**8}, 0.02)
 

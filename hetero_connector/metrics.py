@@ -52,7 +52,8 @@ _COUNTERS = {
         "Planned requests, by the choice: load, load_part, replay or compute.", ("choice",)
     ),
     "heterocache_unidentified_requests": Metric(
-        "Requests that are not cached because an adapter or a media item has no known identity."
+        "Requests that are not cached because their adapter, items or embeddings have no known "
+        "identity."
     ),
     # Saves and tiers
     "heterocache_saved_bytes": Metric("Bytes sealed in DRAM, without padding.", _TYPE),
@@ -165,8 +166,8 @@ _HISTOGRAMS = {
     ),
     "heterocache_stage_seconds": Metric("Time from the match until everything is in DRAM."),
     "heterocache_load_seconds": Metric(
-        "Time of one step's copies from DRAM into pages, hidden by the forward or not; on a CPU "
-        "the sum of two threads."
+        "Time of one step's copies from DRAM into pages, hidden by the forward or not: the sum "
+        "of copies that may overlap."
     ),
     "heterocache_save_seconds": Metric(
         "Time for which one step's saves kept the worker's thread busy, which copies on a CPU and "

@@ -120,9 +120,9 @@ def processor_digest(model_dir: Path) -> bytes:
     return _digest(encode(["processor", _named_digests(files, None)]))
 
 
-def files_digest(directory: Path, suffix: str) -> bytes:
-    """Return 32 bytes over the complete files with this suffix, of which there may be none."""
-    files = _files(directory, lambda name: name.endswith(suffix))
+def files_digest(directory: Path, wanted: Callable[[str], bool]) -> bytes:
+    """Return 32 bytes over the complete files with such names, of which there may be none."""
+    files = _files(directory, wanted)
     return _digest(encode(["files", _named_digests(files, None)]))
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -209,10 +208,14 @@ class Boundaries:
         return tiers_of(self.tiers.distinct[code] for code in np.unique(codes).tolist())
 
     def bytes_in(self, tier: Tier) -> int:
-        """The bytes in a tier of the restore up to the last boundary; a tail counts as full."""
-        column = self.grid.boundary_bytes[:, self.columns[-1]].tolist()
-        here = [self.tail_tiers.get(t) is tier for t in self.grid.model.boundary_types]
-        size_bytes = sum(compress(column, here))
+        """The bytes in a tier of all prefix state and of the largest checkpoint.
+
+        A tail counts as full.
+        """
+        types = self.grid.model.boundary_types
+        here = [[tiers.get(t) is tier for t in types] for tiers in self.tiers.distinct]
+        checkpoints = np.array(here, np.float64).dot(self.grid.boundary_bytes)
+        size_bytes = checkpoints.take(self.cells).max()
         counts = np.bincount(self.tiers.codes, minlength=len(self.tiers.distinct))
         for tiers, count in zip(self.tiers.distinct, counts.tolist(), strict=True):
             chunk_bytes = [n for t, n in self.grid.prefix_bytes.items() if tiers[t] is tier]

@@ -149,13 +149,9 @@ class RobustLeastSquares:
         if self.samples <= _SETTLED_SAMPLES or self.samples % _SOLVE_EVERY == 0:
             self._solve()
 
-    def fade(self, keep: float, size_class: int | None = None) -> None:
-        """Keep this share, in [0, 1], of what is known; the coefficients approach the default.
-
-        `size_class`: of samples only those of this class fade; None: all.
-        """
-        classes = self._evidence if size_class is None else {size_class} & self._evidence.keys()
-        for evidence in (self._known, *map(self._evidence.__getitem__, classes)):
+    def fade(self, keep: float) -> None:
+        """Keep this share, in [0, 1], of what is known; the coefficients approach the default."""
+        for evidence in (self._known, *self._evidence.values()):
             evidence *= keep
         self._solve()
 

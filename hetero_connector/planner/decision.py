@@ -178,9 +178,9 @@ class RestoreDecision:
     def declined(self) -> Mapping[Tier, int]:
         """Tiers from which nothing is loaded for its cost, although the request would resume later.
 
-        Each with the bytes of the longest load from it. Includes tiers that are predicted to miss
-        the deadline. Nothing is learned about them this time, so `LoadModel.fade` lets a tier that
-        was slow once be tried again.
+        Each with the most bytes that a load from it could have. Includes tiers that are predicted
+        to miss the deadline. Nothing is learned about them this time, so one of them is tried every
+        ten minutes (`LoadModel.on_declined`).
         """
         plan, at = self.plan, self.considered.boundaries
         if not self.by_cost or at is None:

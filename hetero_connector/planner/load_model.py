@@ -6,7 +6,8 @@ Bandwidth is kept by state type because small artifacts move more slowly than la
 of several types are observed as a whole; the fit separates the types. Bytes that the tier is
 already moving go first, at the average rate r of the mix it usually moves. While the engine
 computes, loads take l longer: they share cores and the interpreter. A tier's speed may change
-suddenly (other load, throttling, another path); a few loads are enough to notice.
+suddenly (other load, throttling, another path); a few loads are enough to notice. So that there are
+some, one of those that are declined for their cost is tried every ten minutes.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ from hetero_connector.artifacts.record import Tier
 from hetero_connector.planner.cost_fit import ChangeDetector, RelativeErrors, RobustLeastSquares
 from hetero_connector.spec.state_types import StateType
 
+_Kind = tuple[Tier, int]
+"""A tier, and the size class of a load from it."""
+
 _LEAST_S_PER_BYTE = 1e-30
 """Too little to show in any sum, but not 0: a load of bytes must differ from a load of none."""
 _KEEP_OF_MIX = 0.99
 """Weight that the earlier mix of state types keeps with each load."""
-_FADE_EVERY_S = 60.0
-_FADE_KEEP = 0.1
-"""Weight that samples keep at each fading: after 5 to 10 of them the default decides."""
+_TRY_AFTER_S = 600.0
+"""Seconds from when loads are first declined to when one of them is tried."""
+_RECOVERED = 0.5
+"""A load that is tried and takes less than this share of the prediction makes another one due."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,14 @@ class LoadModel:
             tier: _TierFit(self._types, (profile or {}).get(tier), *default)
             for tier, default in _FAST_TIERS.items()
         }
+        self._try_from_s: dict[_Kind, float] = {}
+        """Clock time from which one of these loads, which were declined, is due to be tried."""
+        self._due: set[_Kind] = set()
+        self._tried: dict[Tier, _Kind] = {}
+        """The latest load that was tried, until the next load from its tier has ended."""
 
     def rates(self, tier: Tier) -> TierRates:
-        """The present fit; the same object until the next `observe` or `fade`."""
+        """The present fit; the same object until the next `observe`."""
         return self._tiers[tier].rates
 
     def errors(self, tier: Tier) -> RelativeErrors:
@@ -105,9 +115,12 @@ class LoadModel:
         predicted_s = self.predict(
             tier, bytes_by_type, in_flight_bytes, while_computing=while_computing
         )
+        tried = self._tried.pop(tier, None)
         if at_least and predicted_s >= seconds:
             return
         if any(bytes_by_type.values()) and 0.0 < seconds < math.inf:
+            if tried and seconds < _RECOVERED * predicted_s:
+                self._due.add(tried)
             self._tiers[tier].observe(bytes_by_type, seconds, in_flight_bytes, while_computing)
 
     def predict(
@@ -127,14 +140,32 @@ class LoadModel:
         """Seconds that one more artifact adds to a load. Safe to call on any thread."""
         return size_bytes * self.rates(tier).seconds_per_byte[state_type]
 
-    def fade(self, tier: Tier, size_bytes: float, now_s: float) -> None:
-        """Trust what loads of about this size taught less, once a minute without such a load.
+    def on_declined(self, tier: Tier, size_bytes: float, now_s: float) -> None:
+        """Note that a load was declined for its cost; every ten minutes one becomes due.
 
-        Call it when one was declined for its cost. Otherwise a disk that was slow once is never
-        tried again, and its recovery never noticed. What loads of other sizes taught stays, for
-        many small ones may be declined rightly. `now_s`: any clock, always the same.
+        Otherwise a disk that was slow once is never tried again, and its recovery never noticed.
+        Sizes are counted separately, for many small ones may be declined rightly. `now_s`: any
+        clock, always the same.
         """
-        self._tiers[tier].fade(size_bytes, now_s)
+        kind = tier, _size_class(size_bytes)
+        if now_s >= self._try_from_s.setdefault(kind, now_s + _TRY_AFTER_S):
+            del self._try_from_s[kind]
+            self._due.add(kind)
+
+    @property
+    def has_due(self) -> bool:
+        """True if some load is to be tried although it will be declined."""
+        return bool(self._due)
+
+    def take_due(self, declined: Mapping[Tier, float]) -> Mapping[Tier, TierRates]:
+        """The tiers, among these with the declined bytes, from which a load is due to be tried.
+
+        Each with the rates before any load, at which to price it. They are due no more.
+        """
+        due = self._due & {(tier, _size_class(n)) for tier, n in declined.items()}
+        self._due -= due
+        self._tried |= {kind[0]: kind for kind in due}
+        return {tier: self._tiers[tier].default for tier, _ in due}
 
 
 _FAST_TIERS = {Tier.DRAM: (2e-4, 1 / 10e9), Tier.SSD: (1e-3, 1 / 3e9), Tier.PEER: (2e-3, 1 / 3e9)}
@@ -153,6 +184,7 @@ class _TierFit:
         s_per_byte: float,
     ) -> None:
         self._types = state_types
+        self.default = TierRates(latency_s, dict.fromkeys(state_types, s_per_byte), s_per_byte)
         default = [latency_s, latency_s] + [s_per_byte] * len(state_types)
         # Until a load shows otherwise, it takes no longer while the engine computes.
         known: list[float | None] = [None, 0.0, *(None for _ in state_types)]
@@ -162,8 +194,6 @@ class _TierFit:
             known.extend(0.0 if s == _LEAST_S_PER_BYTE else s for s in per_byte)
         self.fit = RobustLeastSquares(default, known, ChangeDetector())
         self._moved = dict.fromkeys(state_types, 0.0)
-        self._faded_s: dict[int, float] = {}
-        """By size class, the time of the last fading, or of the first refusal after a sample."""
         self._unseen_s_per_byte = profile.ahead_s_per_byte if profile else s_per_byte
         self.rates = self._rates()
 
@@ -175,7 +205,6 @@ class _TierFit:
         while_computing: bool,
     ) -> None:
         size_class = _size_class(sum(bytes_by_type.values()) + in_flight_bytes)
-        self._faded_s.pop(size_class, None)
         moved = {t: _KEEP_OF_MIX * n for t, n in self._moved.items()}
         for state_type, size in bytes_by_type.items():
             moved[state_type] += size
@@ -185,13 +214,6 @@ class _TierFit:
         row = [bytes_by_type.get(t, 0) + share * moved[t] for t in self._types]
         self.fit.observe([1.0, float(while_computing), *row], seconds, size_class)
         self.rates = self._rates()
-
-    def fade(self, size_bytes: float, now_s: float) -> None:
-        size_class = _size_class(size_bytes)
-        if now_s - self._faded_s.setdefault(size_class, now_s) >= _FADE_EVERY_S:
-            self._faded_s[size_class] = now_s
-            self.fit.fade(_FADE_KEEP, size_class)
-            self.rates = self._rates()
 
     def _rates(self) -> TierRates:
         latency_s, while_computing_s, *per_byte = self.fit.coefficients

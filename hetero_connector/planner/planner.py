@@ -12,6 +12,7 @@ from hetero_connector.artifacts.record import StoredChunk, Tier
 from hetero_connector.planner.boundaries import Boundaries, ChunkGrid
 from hetero_connector.planner.cost_model import CostModel
 from hetero_connector.planner.decision import CandidateSet, RestoreDecision
+from hetero_connector.planner.load_model import TierRates
 from hetero_connector.planner.plan import chunks_between
 from hetero_connector.planner.pricing import EngineLoad, Parking, Pricing, TierTable
 
@@ -109,23 +110,31 @@ class RestorePlanner:
         `limit_tokens`: a chunk that ends after that is cut, if the model's state can be. All
         `prompt_tokens` must be restored or computed. `may_replay`: False if this request's windows
         cannot be rebuilt. `deadline_s`: the time left, if it is less than the planner's own.
-        Loading wins a tie, and the deeper boundary.
+        Loading wins a tie, and the deeper boundary. What is due to be tried is priced as if nothing
+        were known of its tier.
         """
-        pricing = Pricing(self._grid, self.costs, self._tables, prompt_tokens, load)
         cut_tokens = self._grid.model.last_cut(limit_tokens)
         chunks = chunks_between(stored, local_tokens, limit_tokens, cut_tokens)
         boundaries = Boundaries.of(self._grid, chunks, limit_tokens)
-        considered = CandidateSet(
-            pricing,
-            pricing.load_times(boundaries) if boundaries else None,
-            local_tokens,
-            replay_tokens=self._replay_tokens if may_replay else 0,
-            deadline_s=min(deadline_s, self._deadline_s),
-        )
-        if self.mode == "cost":
-            return RestoreDecision(*considered.cheapest(), considered)
-        if self.mode == "always_load":
-            plan, terms = considered.deepest(may_replay=self.replay_when_missing)
-        else:
-            plan, terms = None, considered.nothing
-        return RestoreDecision(plan, terms, considered, by_cost=False)
+
+        def decide(tried: Mapping[Tier, TierRates]) -> RestoreDecision:
+            pricing = Pricing(self._grid, self.costs, self._tables, prompt_tokens, load, tried)
+            considered = CandidateSet(
+                pricing,
+                pricing.load_times(boundaries) if boundaries else None,
+                local_tokens,
+                replay_tokens=self._replay_tokens if may_replay else 0,
+                deadline_s=min(deadline_s, self._deadline_s),
+            )
+            if self.mode == "cost":
+                return RestoreDecision(*considered.cheapest(), considered)
+            if self.mode == "always_load":
+                plan, terms = considered.deepest(may_replay=self.replay_when_missing)
+            else:
+                plan, terms = None, considered.nothing
+            return RestoreDecision(plan, terms, considered, by_cost=False)
+
+        decision, loads = decide({}), self.costs.load
+        if loads.has_due and (tried := loads.take_due(decision.declined)):
+            return decide(tried)
+        return decision

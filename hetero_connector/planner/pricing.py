@@ -234,10 +234,13 @@ class Pricing:
         tables: dict[Tier, TierTable],
         prompt_tokens: int,
         load: EngineLoad,
+        tried: Mapping[Tier, TierRates],
     ) -> None:
-        """`tables`: a cache that the caller keeps between requests; updated here."""
+        """`tables`: a cache that the caller keeps between requests; updated here. `tried`: rates
+        that hold for this request instead of the learned ones.
+        """
         for tier in _TIERS:
-            rates = costs.load.rates(tier)
+            rates = tried.get(tier) or costs.load.rates(tier)
             if tier not in tables or tables[tier].rates is not rates:
                 tables[tier] = TierTable(grid, tier, rates)
         self._dram_table, *self._slow_tables = (tables[tier] for tier in _TIERS)

@@ -36,7 +36,7 @@ from hetero_connector.planner.load_model import LoadModel, TierRates
 from hetero_connector.planner.sessions import Pace
 from hetero_connector.spec.state_types import StateType
 
-PROFILE_FORMAT = 2
+PROFILE_FORMAT = 3
 """Version of the file's meaning."""
 
 _KEY = "planner_profile"

@@ -246,12 +246,14 @@ class ArtifactStore:
         self._check_open()
         return self.catalog.begin_restore(wanted, copies or {}, within_s)
 
-    def begin_save(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> Save | None:
+    def begin_save(
+        self, chunk: ChunkRange, sizes: Mapping[StateType, int], *, is_again: bool = False
+    ) -> Save | None:
         """Reserve DRAM slots for a chunk's artifacts, evicting leaves if needed.
 
-        None (counted) if all is pinned, or if the store does not know the parent chunk. ValueError
-        for a type or size it was not opened for, or one that is sealed or being saved already: see
-        `missing`.
+        None (counted, unless `is_again`) if all is pinned, or if the store does not know the parent
+        chunk. ValueError for a type or size it was not opened for, or one that is sealed or being
+        saved already: see `missing`.
         """
         self._check_open()
         strides = self.catalog.tiers.dram.geometry.stride_bytes
@@ -259,7 +261,7 @@ class ArtifactStore:
             if not 0 < size_bytes <= strides.get(kind, 0):
                 raise ValueError(f"an artifact of {kind.value} cannot have {size_bytes} bytes")
         self.retention.expire_due()  # there may be no I/O thread to do it
-        reserved = self.catalog.reserve(chunk, sizes)
+        reserved = self.catalog.reserve(chunk, sizes, is_again=is_again)
         return reserved if isinstance(reserved, Save) else None
 
     def complete_save(self, save: Save) -> None:

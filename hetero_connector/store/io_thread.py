@@ -41,6 +41,8 @@ _HOUSEKEEPING_S = 30.0
 _JOURNAL_CLOSE_S = 0.5
 _PEER_CLOSE_S = 0.5
 """A peer that was stopped is not waited for."""
+_PROCESS_END_S = 5.0
+"""The peer process, which is killed, has to unmap the DRAM tier."""
 
 
 class SsdIo:
@@ -86,7 +88,7 @@ class FleetIo:
 
     def close(self, timeout_s: float) -> bool:
         """End all reads; False if one may still write into the arena."""
-        is_closed = self.peer_device.close(timeout_s)
+        is_closed = self.peer_device.close(max(timeout_s, _PROCESS_END_S))
         return self.adoption_device.close(timeout_s) and is_closed
 
 

@@ -147,7 +147,7 @@ class NixlPeers:
     def close(self, timeout_s: float = 10.0) -> bool:
         """See `PeerTransfers.close`. Ends the process at once, and with it every transfer."""
         self._closed = True
-        return self._child.kill(_KILL_S)
+        return self._child.kill(min(timeout_s, _KILL_S))
 
     def _start_later(self) -> float:
         """Schedule a start of the process; return the seconds until then, twice as long each time.

@@ -90,8 +90,8 @@ class DecisionRecord(msgspec.Struct, tag_field="kind", tag="decision", kw_only=T
     policy: str
     handoffs: bool = False
     """True if the router could have carried out a remote prefill."""
-    fetches: bool = True
-    """True if the workers could read each other's state."""
+    groups: dict[str, int] | None = None
+    """`FleetView.groups`: the workers that could read each other's state; null: all could."""
     certainty: str = ""
     reasons: Sequence[str] = ()
     prompt_tokens: _Tokens
@@ -170,6 +170,7 @@ class DecisionRecord(msgspec.Struct, tag_field="kind", tag="decision", kw_only=T
         """Add the present loads of the fleet that was decided on, and its record's name."""
         self.fleet, self.loads = name, fleet.busy_loads()
         self.prefill_demand = fleet.prefill_demand
+        self.groups = None if fleet.groups is None else dict(fleet.groups)
 
     @property
     def ttft_s(self) -> float | None:
@@ -189,7 +190,7 @@ class DecisionRecord(msgspec.Struct, tag_field="kind", tag="decision", kw_only=T
         )
 
     def set_loads(self, fleet: FleetView) -> None:
-        """Let the fleet have the loads that the decision was made on.
+        """Let the fleet have the loads and the groups that the decision was made on.
 
         Raises ValueError for a load that is none, or of an unknown worker.
         """
@@ -197,7 +198,7 @@ class DecisionRecord(msgspec.Struct, tag_field="kind", tag="decision", kw_only=T
             fleet.set_busy_loads(self.loads)
         except KeyError as error:
             raise ValueError(f"a load of worker {error}, which is not of its fleet") from error
-        fleet.prefill_demand = self.prefill_demand
+        fleet.prefill_demand, fleet.groups = self.prefill_demand, self.groups
 
 
 class NewerFormatError(ValueError):

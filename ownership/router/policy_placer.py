@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from ownership.router.placer import Candidates, Forecast, LeastLoaded, Placed, P
 from ownership.router.reports import LoadReport
 from ownership.router.requests import RouterRequest
 from ownership.router.shared_ledger import SharedLedger
-from ownership.router.view import Certainty, PrefixViews, PromptView
+from ownership.router.view import Certainty, PrefixViews, PromptView, PublishedChain
 from ownership.router.workers import Worker
 from ownership.scheduling import (
     Ledger,
@@ -47,7 +47,7 @@ from ownership.scheduling import (
 )
 from ownership.scheduling.decision import whole
 from ownership.scheduling.fleet import Role
-from ownership.scheduling.registry import without_moves, without_remote_prefills
+from ownership.scheduling.registry import without_remote_prefills
 
 OnAnswer = Callable[[str, str, PromptView, str], None]
 """Gets the worker, the path, what was known of the prompt, and the answer's id."""
@@ -127,7 +127,6 @@ class PolicyPlacer:
         self._policy, self._views, self._figures, self._log = policy, views, figures, log
         self._peers, self._on_answer = peers, on_answer
         self._whole_policy = without_remote_prefills(policy)
-        self._alone_policy = without_moves(policy)
         self._limits = LedgerLimits()
         self._ledger: Ledger | None = None
         """None until there is a worker."""
@@ -139,8 +138,11 @@ class PolicyPlacer:
         """The candidates of the last request; empty if the workers have changed since."""
         self._by_name: dict[str, Worker] = {}
         """These, by name."""
-        self._can_read = False
-        """True if all workers name chains alike and share them, so that they read each other's."""
+        self._groups: Mapping[str, int] = {}
+        """Workers of one number name chains alike and share them, so they read each other's. Those
+        that have not told, or share nothing, have none."""
+        self._is_one_group = False
+        """True if all workers are of one group."""
         self._sessions = BoundedDict[str, _Session](self._limits.max_sessions)
         self._others = LeastLoaded()
 
@@ -154,11 +156,10 @@ class PolicyPlacer:
             return
         self._roles = dict(roles)
         engines = self._views.fleet.engines()
-        published = [x.published for x in engines]
-        readers = {x.server for x in engines if x.published.is_shared and x.published.worker}
-        is_one = len({(x.root, x.chunk_tokens) for x in published}) == 1
-        self._can_read = len(self._roles) > 1 and is_one and self._roles.keys() <= readers
-        fleet = self._figures.fleet(self._roles, published)
+        self._groups = _groups(engines)
+        is_one = len({*self._groups.values()}) == 1 and self._roles.keys() <= self._groups.keys()
+        self._is_one_group = len(self._roles) > 1 and is_one
+        fleet = self._figures.fleet(self._roles, [x.published for x in engines])
         if self._ledger is None:
             make = Ledger if self._peers is None else self._peers.open_ledger
             self._ledger = make(fleet, self._limits)
@@ -197,7 +198,8 @@ class PolicyPlacer:
     def on_prefilled(self, placed: Placed, answer: bytes, problem: str, now_s: float) -> None:
         if not isinstance(placed, _Planned) or self._ledger is None or placed.decoded is None:
             return
-        if not problem:
+        was_computed = not problem
+        if was_computed:
             try:
                 placed.body = decode_body(placed.decoded, answer)
             except ValueError as error:
@@ -205,7 +207,7 @@ class PolicyPlacer:
         placed.decoded = None
         since_s = 0.0
         if problem:  # the worker that decodes computes the prompt, from what it has of it
-            self._ledger.failed(placed, now_s)
+            self._ledger.failed(placed, now_s, was_computed=was_computed)
             placed.placement = whole(placed.placement)
             placed.action = placed.placement.action
             # One that has left the fleet only ends what it has begun, and counts no more.
@@ -271,15 +273,15 @@ class PolicyPlacer:
         ledger, by_name = self._ledger, self._by_name
         assert ledger is not None  # there is a candidate
         session_id = _session_id(request, body)
-        is_readable = self._can_read and self._views.can_read_each_other
-        view, step = self._step(request, body, session_id, view, ledger, is_readable=is_readable)
+        groups = self._present_groups()
+        view, step = self._step(request, body, session_id, view, ledger, groups)
         if isinstance(ledger, SharedLedger):
             view = view.with_doubts(ledger.doubts(now_s))
-        is_whole = request.is_whole or not (is_readable and can_hand_off(body))
-        policy = self._policy
-        if is_whole:
-            policy = self._whole_policy if is_readable else self._alone_policy
+        all_read = self._is_one_group and groups is self._groups
+        is_whole = request.is_whole or not (all_read and can_hand_off(body))
+        policy = self._whole_policy if is_whole else self._policy
         fleet = ledger.view(now_s)
+        fleet.groups = None if all_read else groups
         decision = policy.decide(step, fleet)
         placement = whole(decision.placement) if is_whole else decision.placement
         if decision.refusal is not None:  # it fits no worker: one of them says so, in its own words
@@ -288,7 +290,7 @@ class PolicyPlacer:
         record = None
         if self._log is not None:
             record = self._record(request, view, decision, placement)
-            record.handoffs, record.fetches = not is_whole, is_readable
+            record.handoffs = not is_whole
             self._log.note_fleet(fleet, record)
         prefill, decoded = None, None
         if placement.prefill_worker != placement.decode_worker:
@@ -329,6 +331,13 @@ class PolicyPlacer:
         self._accepting = frozenset(by_name)
         self._candidates, self._by_name = list(candidates), by_name
 
+    def _present_groups(self) -> Mapping[str, int]:
+        """Return the groups without the workers that the directory lacks; none if it is silent."""
+        gone = self._views.unlisted
+        if not self._views.is_answered:
+            return {}
+        return {x: n for x, n in self._groups.items() if x not in gone} if gone else self._groups
+
     def _step(
         self,
         request: RouterRequest,
@@ -336,13 +345,12 @@ class PolicyPlacer:
         session_id: str,
         view: PromptView,
         ledger: Ledger,
-        *,
-        is_readable: bool,
+        groups: Mapping[str, int],
     ) -> tuple[PromptView, Step]:
         """Return the request as a step.
 
         A view that is not exact gets what the session's last turn has left, if that is more: in
-        DRAM if the workers can read from each other (`is_readable`), else in the engine's pages.
+        DRAM if others can read it there (`groups` has its worker), else in the engine's pages.
         """
         last = self._sessions.get(session_id)
         prompt_tokens = view.prompt_tokens or _guessed_tokens(request.body)
@@ -355,7 +363,7 @@ class PolicyPlacer:
             known = view.prefixes.get(last.worker, WorkerPrefix())
             if known.local_tokens < boundary:
                 left = WorkerPrefix(boundary, known.dram_tokens, boundary)
-                if is_readable:
+                if last.worker in groups:
                     left = WorkerPrefix(known.hbm_tokens, boundary, boundary)
                 prefixes = {**view.prefixes, last.worker: left}
                 view = replace(view, prefixes=prefixes, certainty=Certainty.DEGRADED)
@@ -399,6 +407,20 @@ class PolicyPlacer:
         record.total_s = now_s - placed.sent_s
         record.events, record.failed = events, has_failed
         self._log.write(record, _longest(placed.view))
+
+
+def _groups(engines: Iterable[tuple[str, PublishedChain]]) -> Mapping[str, int]:
+    """Return a number for each server by how its engines, all alike, name what they share."""
+    found = dict[str, set[tuple[bytes, int] | None]]()
+    for server, x in engines:
+        is_shared = x.is_shared and x.worker
+        found.setdefault(server, set()).add((x.root, x.chunk_tokens) if is_shared else None)
+    numbers = dict[tuple[bytes, int] | None, int]()
+    return {
+        server: numbers.setdefault(naming, len(numbers))
+        for server, (naming, *others) in found.items()
+        if naming is not None and not others
+    }
 
 
 def _stop_expecting(placed: _Planned) -> None:

@@ -39,6 +39,11 @@ class _Kind(StrEnum):
     FIRST_TOKEN = "f"
     ENDED = "e"
     FAILED = "x"
+    COMPUTED = "c"
+    """Failed, or ended in a way that is not known, after its prefill was computed."""
+
+
+_ENDS = frozenset({_Kind.ENDED, _Kind.FAILED, _Kind.COMPUTED})
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True):
@@ -133,9 +138,9 @@ class SharedLedger(Ledger):
         super().ended(request, output_tokens, now_s)
         self._note(request, _Kind.ENDED, output_tokens=output_tokens)
 
-    def failed(self, request: Hashable, now_s: float) -> None:
-        super().failed(request, now_s)
-        self._note(request, _Kind.FAILED)
+    def failed(self, request: Hashable, now_s: float, *, was_computed: bool = False) -> None:
+        super().failed(request, now_s, was_computed=was_computed)
+        self._note(request, _Kind.COMPUTED if was_computed else _Kind.FAILED)
 
     def set_fleet(self, fleet: FleetView, now_s: float) -> None:
         # What peers have sent to a worker before it was known here is asked for.
@@ -205,7 +210,7 @@ class SharedLedger(Ledger):
         if message.is_whole:
             peer.has_gap = False
             for request in peer.requests.keys() - {x.request for x in message.events}:
-                self._apply(message.router, peer, _Event(_Kind.FAILED, request), now_s)
+                self._apply(message.router, peer, _Event(_Kind.COMPUTED, request), now_s)
         elif message.number != peer.number + 1:
             peer.has_gap = True
         peer.number, peer.heard_s = message.number, sent_s
@@ -221,7 +226,7 @@ class SharedLedger(Ledger):
             return
         event = _Event(kind, number, work, max(0, output_tokens))
         self._news.append(event)
-        if kind in (_Kind.ENDED, _Kind.FAILED):
+        if kind in _ENDS:
             del self._numbers[request], self._open[number]
         else:
             self._open.setdefault(number, []).append(event)
@@ -238,12 +243,12 @@ class SharedLedger(Ledger):
                 super().sent(name, work, now_s)
         elif known is None or kind in known:
             return
-        elif kind is _Kind.ENDED or kind is _Kind.FAILED:
+        elif kind in _ENDS:
             del peer.requests[event.request]
             if kind is _Kind.ENDED:
                 super().ended(name, event.output_tokens, now_s)
             else:
-                super().failed(name, now_s)
+                super().failed(name, now_s, was_computed=kind is _Kind.COMPUTED)
         else:
             known.append(kind)
             if kind is _Kind.HANDED_OFF:
@@ -254,7 +259,7 @@ class SharedLedger(Ledger):
     def _end(self, name: str, peer: _Peer, now_s: float) -> None:
         """A peer has ended, and its requests with it: their connections are closed."""
         for request in peer.requests:
-            super().failed((name, request), now_s)
+            super().failed((name, request), now_s, was_computed=True)
         del self._peers[name]
 
 

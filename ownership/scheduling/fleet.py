@@ -293,6 +293,9 @@ class FleetView:
         decisions few do."""
         self.prefill_demand = 0.0
         """Workers that the prefills placed lately keep busy (`roles.PrefillDemand`)."""
+        self.groups: Mapping[str, int] | None = None
+        """Workers of one number read each other's state, those without one nobody's. None: all
+        read each other's."""
 
     def __len__(self) -> int:
         return len(self.names)

@@ -258,15 +258,17 @@ class Ledger:
             worker.residence_s += _RESIDENCE_WEIGHT * (now_s - flight.since_s - worker.residence_s)
         self._remove(request, flight, now_s, is_answered=True)
 
-    def failed(self, request: Hashable, now_s: float) -> None:
+    def failed(self, request: Hashable, now_s: float, *, was_computed: bool = False) -> None:
         """A request has ended without an answer: nothing is learned from it.
 
-        Without a first token it has computed nothing. It may be sent again, and counts once.
+        Without a first token its prompt was not computed, unless `was_computed` says so. It may be
+        sent again, and its prefill counts as often as it was computed.
         """
         flight = self._in_flight.get(request)
         if flight is None:
             return
-        if flight.new_tokens and flight.at == flight.work.prefill_worker:
+        is_at_prefill = flight.new_tokens and flight.at == flight.work.prefill_worker
+        if is_at_prefill and not was_computed:
             self._demand.take_back(flight.compute_s, flight.sent_s, now_s)
         self._remove(request, flight, now_s)
 

@@ -19,14 +19,13 @@ _WEIGHTS = 100
 
 @dataclass
 class PredictedLatency:
-    """Draw a worker by its headroom: the objectives minus the predicted times.
+    """Draw a worker by the predicted times to the first token and to each further one.
 
-    Filters come first: workers with nearly all of the prompt, then those that meet both objectives
-    (with probability 0.01 those that do not), then workers with most of it. A filter by prefix does
-    not apply where waiting for those workers costs more than 5 s. What is left is drawn with
-    weights: 0.8 for the time to the first token and 0.2 for each further one, both relative to the
-    others', most for the worker that is closest to its objectives. Where no worker meets them, idle
-    ones come first, then those that only miss the second, then those that only miss the first.
+    Filters come first: workers with nearly all of the prompt, then those with most of it. They do
+    not apply where waiting for those workers costs more than 5 s. Of what is left idle workers come
+    first, and one is drawn with weights: 0.8 for the time to the first token and 0.2 for each
+    further one, both relative to the others', most for the least times. Objectives are left out:
+    llm-d takes requests without them for ones that no worker meets, as all do here.
 
     llm-d predicts by a model that is trained on the requests served; here it is this project's
     cost model, which the simulated engines follow, so predictions are better than llm-d's.
@@ -37,24 +36,19 @@ class PredictedLatency:
     """
 
     rng: random.Random
-    ttft_objective_s: float = 0.0
-    token_objective_s: float = 0.0
-    """0, as llm-d takes requests without objectives: least predicted times are best. With
-    objectives, workers that only just meet them are filled first."""
     max_penalty_s: float = 5.0
     """Longer waiting for a worker with the prefix than for another makes the prefix not count."""
-    explored_share: float = 0.01
     name: str = "predicted_latency"
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
         pricing = StepPricing(step, fleet)
         found = accepting_workers(pricing, range(len(fleet)))
-        ttft_s, token_s = pricing.local_ready_s, self.token_s(step, pricing)
-        headroom = np.array((self.ttft_objective_s - ttft_s, self.token_objective_s - token_s))
-        found = self._with_prefix(step, fleet, ttft_s, found, 0.99)
-        found = self._by_objectives(headroom, found)
-        found = self._with_prefix(step, fleet, ttft_s, found, 0.80)
-        at = self._draw(headroom, pricing.table.running + pricing.table.waiting, found)
+        times_s = np.array((pricing.local_ready_s, self.token_s(step, pricing)))
+        for share in (0.99, 0.80):
+            found = self._with_prefix(step, fleet, times_s[0], found, share)
+        requests = pricing.table.running + pricing.table.waiting
+        found = [i for i in found if not requests[i]] or found
+        at = self.rng.choices(found, self.scores(times_s[:, found]).tolist())[0]
         return PlacementDecision(step, Route(at, at), fleet.names, pricing)
 
     def token_s(self, step: Step, pricing: StepPricing) -> Floats:
@@ -85,35 +79,17 @@ class PredictedLatency:
             return found if penalty_s > self.max_penalty_s else near
         return near or found
 
-    def _by_objectives(self, headroom: Floats, found: list[int]) -> list[int]:
-        """Return the workers that meet both objectives, or rarely those that do not."""
-        good = [i for i in found if headroom[:, i].min() >= 0.0]
-        bad = [i for i in found if headroom[:, i].min() < 0.0]
-        if good and bad:
-            return bad if self.rng.random() < self.explored_share else good
-        return found
-
-    def _draw(self, headroom: Floats, requests: Floats, found: list[int]) -> int:
-        """Draw one of the workers that miss the least of the objectives."""
-        groups = [[i for i in found if headroom[:, i].min() >= 0.0]]
-        groups += [[i for i in found if not requests[i]]]
-        groups += [[i for i in found if headroom[0, i] >= 0.0]]
-        groups += [[i for i in found if headroom[1, i] >= 0.0]]
-        group = next((x for x in groups if x), found)
-        return self.rng.choices(group, self.scores(headroom[:, group]).tolist())[0]
-
-    def scores(self, headroom: Floats) -> Floats:
-        """Return `[workers]`: 0.01 to 1.01, higher for less headroom. `headroom`: `[2, workers]`.
+    def scores(self, times_s: Floats) -> Floats:
+        """Return `[workers]`: 0.01 to 1.01, higher for lesser times. `times_s`: `[2, workers]`.
 
         A time that is the same for all does not count.
         """
-        distance = np.abs(headroom)
-        distance = np.where(np.isfinite(distance), distance, np.finfo(np.float64).max / 4)
-        spread = np.ptp(distance, axis=1)
+        times_s = np.where(np.isfinite(times_s), times_s, np.finfo(np.float64).max / 4)
+        spread = np.ptp(times_s, axis=1)
         weights = np.array((0.8, 0.2)) * (spread > 1e-9)
         if not weights.any():
-            return np.ones(headroom.shape[1])
-        relative = (distance - distance.min(axis=1)[:, None]) / np.maximum(spread, 1e-9)[:, None]
+            return np.ones(times_s.shape[1])
+        relative = (times_s - times_s.min(axis=1)[:, None]) / np.maximum(spread, 1e-9)[:, None]
         combined = weights @ relative / weights.sum()
         scores: Floats = (np.floor((1.0 - combined) * _WEIGHTS) + 1.0) / _WEIGHTS
         return scores

@@ -71,7 +71,7 @@ class PrefillPricing:
         footprint = fleet.footprint
         self.sources = list(sources)
         self._table, self._links, self._stall = table, fleet.links, weights.stall
-        self._leaning = leaning
+        self._leaning, self._fleet_groups = leaning, (fleet.names, fleet.groups)
         self._tokens = float(step.prompt_tokens)
         self._has_session = bool(step.session_id)
         self._state_bytes = footprint.all_token_bytes, footprint.all_checkpoint_bytes
@@ -110,11 +110,15 @@ class PrefillPricing:
     def fetched_ready_s(self) -> Floats:
         """`[sources, workers]`: seconds until the prompt is computed, with the source's state.
 
-        Infinite if a source has nothing that is missing.
+        Infinite if a source has nothing that is missing, or is not read by the worker.
         """
         ready_s = np.maximum(self._network_s, self.queue_s)
         ready_s += self.fetched.active_s
         np.putmask(ready_s, self.fetched.resume <= self.resident, np.inf)
+        names, groups = self._fleet_groups
+        if groups is not None:
+            group = np.array([groups.get(name, np.nan) for name in names])  # nan is not nan's equal
+            np.putmask(ready_s, group.take(self.sources)[:, None] != group, np.inf)
         return ready_s
 
     @cached_property

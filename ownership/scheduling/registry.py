@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -55,12 +54,3 @@ def without_remote_prefills(policy: SchedulingPolicy) -> SchedulingPolicy:
     moves = policy.moves - {PlacementAction.REMOTE_PREFILL}
     # Roles are for fleets that prefill and decode apart.
     return replace(policy, moves=moves, weights=replace(policy.weights, role=1.0))
-
-
-def without_moves(policy: SchedulingPolicy) -> SchedulingPolicy:
-    """Return the policy for workers that cannot read each other's state: as
-    `without_remote_prefills`, and `ownerserve` and `conductor` fetch nothing."""
-    if isinstance(policy, Conductor):
-        return replace(policy, threshold=math.inf)
-    alone = without_remote_prefills(policy)
-    return replace(alone, moves=frozenset()) if isinstance(alone, OwnerServe) else alone

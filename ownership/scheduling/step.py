@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 _CONTINUATION_TOKENS = 16
-"""With at most so many tokens to compute a session just continues to decode."""
+"""With at most so many new tokens a session just continues to decode."""
+_COLD_SHARE = 0.5
+"""It does not where less than this share of what it had computed is in memory."""
 
 
 class WorkerPrefix(NamedTuple):
@@ -63,9 +65,15 @@ class Step:
 
     @property
     def is_continuation(self) -> bool:
-        """Return True if the owner has nearly all tokens in memory: the session decodes on."""
-        if self.forked or not self.boundary_tokens or self.owner is None:
+        """Return True if nearly all tokens are computed, by the owner, which has most of them in
+        memory: the session decodes on.
+
+        What is known of a prefix ends with a full chunk, so the owner may have more.
+        """
+        known = self.boundary_tokens
+        if self.forked or not known or self.owner is None:
             return False
         held = self.prefixes.get(self.owner, WorkerPrefix())
         resident = max(held.hbm_tokens, held.dram_tokens)
-        return self.prompt_tokens - resident <= _CONTINUATION_TOKENS
+        is_cold = resident < _COLD_SHARE * known
+        return not is_cold and self.prompt_tokens - max(known, resident) <= _CONTINUATION_TOKENS

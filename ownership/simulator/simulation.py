@@ -183,7 +183,8 @@ class FleetSimulation:
             request.decodes_elsewhere = True
             self._decoders[request] = decoder
         request.short_chunks = self._short_chunks_of(live, request)
-        prefix = step.prefixes.get(prefiller.name)
+        chain = request.chain.head((request.prompt_tokens - 1) // self.shape.chunk_tokens)
+        prefix = prefiller.memory.worker_prefix(chain, sees_pages=True)
         local_tokens = prefix.local_tokens if prefix else 0
         request.expected_tokens = max(1, request.prompt_tokens - local_tokens)
         if route.source is not None:

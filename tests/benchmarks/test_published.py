@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from benchmarks import (
+    checkpoint_policies,
     device_path,
     faults,
+    hindsight,
     ledger,
     measure,
     router,
@@ -45,6 +47,10 @@ def of_router(patch: Callable[..., None]) -> None:
 def of_others(patch: Callable[..., None]) -> None:
     patch(device_path, "measure", lambda *_, **__: device_path.Restore(1.0, 1, 1.0, 0))
     patch(ledger, "measure", lambda *_: {})
+    patch(checkpoint_policies, "replay", lambda *_: [])
+    patch(hindsight, "read", lambda *_, **__: None)
+    patch(hindsight, "all_measured", lambda *_: [])
+    patch(hindsight, "gc", SimpleNamespace(freeze=lambda: None))
     patch(router_corpora, "measure", lambda _: ([], {}))
     for module in (router_identity, router_overload):
         patch(module, "measure", lambda *_: {})
@@ -69,6 +75,13 @@ def of_others(patch: Callable[..., None]) -> None:
         (router, "--rates 1", False),
         (ledger, "--mooncake a --sessions b", True),
         (ledger, "--mooncake a", False),
+        (hindsight, "--mooncake a --sessions b", True),
+        (hindsight, "--mooncake a --sessions b --quick", False),
+        (hindsight, "--mooncake a", False),
+        (hindsight, "--sessions b", False),
+        (hindsight, "", False),
+        (checkpoint_policies, "--out", True),
+        (checkpoint_policies, "", False),
     ],
     ids=lambda x: x.__name__.rpartition(".")[2] if isinstance(x, ModuleType) else None,
 )

@@ -51,6 +51,7 @@ class Engine:
         run_io: bool = True,
         parking: Parking = "never",
         event_group: EventGroup | None = None,
+        num_ranks: int | None = None,
         **store: Any,
     ) -> None:
         """`parking`: `ask` checks the answers for "never" and "always" only.
@@ -86,7 +87,7 @@ class Engine:
             self.layout, ChainHasher(b"f" * 32, CHUNK), self.store, self.recorder,
             Policies(planner, checkpoints or Full(), window_replay),
             layerwise=True, parking=parking, load_deadline_s=LOAD_DEADLINE_S, fleet=fleet,
-            events=events, clock=clock,
+            events=events, clock=clock, num_ranks=num_ranks,
         )  # fmt: skip
         self.tables = FakeBlockTables()
         self.side.bind(self.tables)  # type: ignore[arg-type]

@@ -378,6 +378,20 @@ def test_the_engine_s_load_counts_running_requests(engine: Engine) -> None:
     assert load.in_flight_bytes == {}
 
 
+def test_the_contexts_of_two_pipeline_stages_grow_by_turns() -> None:
+    engine = Engine(DENSE, num_ranks=2)
+    for name, seed in (("a", 1), ("b", 2)):
+        engine.admit(FakeRequest(name, tokens(200, seed)))
+        engine.step(**{name: 200})
+    for _ in range(30):
+        engine.step(a=1)
+        engine.step(b=1)
+    engine.ask(FakeRequest("c", tokens(200)))
+    load = engine.side._engine_load(engine.side._trackers["c"], [])
+    assert load.decoded_context == pytest.approx(2 * 230, abs=2)
+    engine.side.close()
+
+
 def test_requests_that_were_matched_earlier_are_ahead(engine: Engine) -> None:
     engine.run(FakeRequest("before", tokens(200)))
     taught(engine, token_s=1e-3, byte_s=1e-9)

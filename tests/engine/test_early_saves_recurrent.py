@@ -53,7 +53,7 @@ def test_a_page_that_becomes_recurrent_is_not_saved_as_attention_state(
         contested: set[int] = set()
         begin_save, finished, take = side.store.begin_save, side.on_finished, EarlySaves.take
 
-        def no_room(chunk: Any, sizes: Any) -> Any:
+        def no_room(chunk: Any, sizes: Any, *, is_again: bool) -> Any:
             return None if StateType.DENSE_KV in sizes else begin_save(chunk, sizes)
 
         def room_at_the_end(request: Any, block_ids: Any) -> Any:

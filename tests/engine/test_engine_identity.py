@@ -145,34 +145,55 @@ def test_how_adapters_are_applied_is_part_of_it(
     assert identity(config).digest != before
 
 
+def draft_model(folder: Path) -> SimpleNamespace:
+    (folder / "model.bin").write_bytes(b"weights")
+    return SimpleNamespace(
+        model=str(folder), revision=None, code_revision=None, dtype="bfloat16", quantization=None,
+        trust_remote_code=False, seed=0,
+        hf_config=SimpleNamespace(to_dict=lambda: {"hidden_size": 64}),
+    )  # fmt: skip
+
+
+def drafting_by(draft: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(
+        method="eagle", num_speculative_tokens=3, draft_model_config=draft, draft_load_config=None
+    )
+
+
 @pytest.mark.parametrize("part", ["weights", "hidden_size", "dtype", "method"])
 def test_a_draft_model_is_part_of_it(
     config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str
 ) -> None:
-    (tmp_path / "model.bin").write_bytes(b"weights")
-    settings: dict[str, Any] = {"hidden_size": 64}
-    draft = SimpleNamespace(
-        model=str(tmp_path), revision=None, dtype="bfloat16", quantization=None,
-        trust_remote_code=False, hf_config=SimpleNamespace(to_dict=lambda: settings),
-    )  # fmt: skip
-    speculative = SimpleNamespace(
-        method="eagle",
-        num_speculative_tokens=3,
-        draft_model_config=draft,
-        draft_load_config=None,
-    )
+    draft = draft_model(tmp_path)
+    speculative = drafting_by(draft)
     without = identity(config).digest
     monkeypatch.setattr(config, "speculative_config", speculative)
     before = identity(config).digest
     if part == "weights":
         (tmp_path / "model.bin").write_bytes(b"another")
     elif part == "hidden_size":
-        settings["hidden_size"] = 128
+        draft.hf_config = SimpleNamespace(to_dict=lambda: {"hidden_size": 128})
     elif part == "dtype":
         draft.dtype = "float16"
     else:
         speculative.method = "eagle3"
     assert len({without, before, identity(config).digest}) == 3
+
+
+def test_how_a_draft_is_loaded_is_part_of_it(
+    config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Dummy weights are their seed, also those of a draft alone."""
+    draft = draft_model(tmp_path)
+    speculative = drafting_by(draft)
+    monkeypatch.setattr(config, "speculative_config", speculative)
+    digests = [identity(config).digest]
+    for load_format, seed in (("auto", 1), ("sharded_state", 0), ("dummy", 0), ("dummy", 1)):
+        speculative.draft_load_config = LoadConfig(load_format=load_format)
+        draft.seed = seed
+        digests.append(identity(config).digest)
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 4
 
 
 def test_what_is_quantised_and_how_is_part_of_it(
@@ -212,14 +233,15 @@ def test_dummy_weights_need_no_files_and_are_their_seed(
     assert identity(config).digest != before
 
 
-def hub(root: Path, repository: str, files: dict[str, bytes]) -> Path:
-    """Write a snapshot of a repository into a Hugging Face cache; return its folder."""
-    commit = "0123456789abcdef0123456789abcdef01234567"
+def hub(
+    root: Path, repository: str, files: dict[str, bytes], commit: str = "0123456789" * 4
+) -> Path:
+    """Write the newest snapshot of a repository into a Hugging Face cache; return its folder."""
     folder = root / f"models--{repository.replace('/', '--')}"
-    (folder / "refs").mkdir(parents=True)
+    (folder / "refs").mkdir(parents=True, exist_ok=True)
     (folder / "refs" / "main").write_text(commit)
     snapshot = folder / "snapshots" / commit
-    snapshot.mkdir(parents=True)
+    snapshot.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (snapshot / name).write_bytes(content)
     return snapshot
@@ -247,28 +269,55 @@ def test_weights_may_be_in_a_download_dir(
     assert {x.tokenizer for x in made} == {tokenizer_digest(code.parent)}
 
 
-@pytest.mark.parametrize("place", ["repository", "revision"])
+@pytest.mark.parametrize("place", ["repository", "revision", "folder", "draft"])
 def test_code_that_is_not_among_the_models_files_is_part_of_it(
     config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    model = config.model_config
-    if place == "repository":
-        code = hub(tmp_path, "org/base", {}) / "modeling_x.py"
-        names = {"AutoModel": "org/base--modeling_x.X", "AutoConfig": "org/absent--config_x.X"}
-        monkeypatch.setattr(model.hf_config, "auto_map", names, raising=False)
-    else:
-        code = hub(tmp_path, "org/m", {"model.bin": b"w"}).with_name("f" * 40) / "modeling_x.py"
-        code.parent.mkdir()
+    model, base = config.model_config, "org/base"
+    if place == "draft":
+        model = draft_model(tmp_path)
+        monkeypatch.setattr(config, "speculative_config", drafting_by(model))
+    if place == "folder":
+        base = str(tmp_path)
+    if place == "revision":
         monkeypatch.setattr(model, "model", "org/m")
-        monkeypatch.setattr(model, "code_revision", "f" * 40)
+    else:
+        names = {"AutoModel": f"{base}--modeling_x.X", "AutoConfig": "org/absent--config_x.X"}
+        monkeypatch.setattr(model.hf_config, "auto_map", names, raising=False)
+
+    def update(commit: str) -> None:
+        if place == "folder":
+            (tmp_path / "modeling_x.py").write_text(commit)
+        elif place == "revision":
+            hub(tmp_path, "org/m", {}, commit)
+            hub(tmp_path, "org/m", {"model.bin": b"w"})
+            monkeypatch.setattr(model, "code_revision", commit)
+        else:
+            hub(tmp_path, base, {}, commit)
+
     for is_trusted in (False, True):
         monkeypatch.setattr(model, "trust_remote_code", is_trusted)
         digests = set()
-        for content in (b"1", b"2"):
-            code.write_bytes(content)
+        for commit in ("a" * 40, "b" * 40):
+            update(commit)
             digests.add(identity(config).digest)
         assert len(digests) == (2 if is_trusted else 1)
+
+
+def test_code_that_a_host_has_not_needed_yet_is_no_part_of_it(
+    config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Transformers fetches the files of a repository with code one by one."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    model, names = config.model_config, {"AutoModel": "org/base--modeling_x.X"}
+    monkeypatch.setattr(model.hf_config, "auto_map", names, raising=False)
+    monkeypatch.setattr(model, "trust_remote_code", True)
+    digests = set()
+    for name in ("modeling_x.py", "tokenization_x.py"):
+        hub(tmp_path, "org/base", {name: b"1"})
+        digests.add(identity(config).digest)
+    assert len(digests) == 1
 
 
 def test_a_tokenizer_of_another_repository_is_that_repositorys(
@@ -401,17 +450,48 @@ def test_a_library_that_computes_is_part_of_it(
     assert identity(config).digest != before
 
 
+def use_device(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(rounding_module.current_platform, "get_device_name", lambda: name)
+
+
+@pytest.mark.parametrize(
+    ("device", "file"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "E=8,N=64,device_name=NVIDIA_A100-SXM4-80GB,dtype=fp8_w8a8.json"),
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA_A100_SXM4_80GB_EXPAND_TRUE.json"),
+        ("NVIDIA H200 NVL", "E=8,N=64,device_name=NVIDIA_H200.json"),
+        ("A100-SXM4-40GB", "E=8,N=64,device_name=A100-SXM4-40GB.json"),
+    ],
+)
 def test_tuned_kernels_are_part_of_it_by_their_content(
-    config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, file: str
 ) -> None:
+    use_device(monkeypatch, device)
     digests = [identity(config).digest]
     for folder, content in (("a", "{}"), ("b", "{}"), ("c", '{"16": {}}')):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "E=8.json").write_text(content)
+        (tmp_path / folder / file).write_text(content)
         monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", str(tmp_path / folder))
         digests.append(identity(config).digest)
     assert digests[1] == digests[2]
     assert len(set(digests)) == 3
+    monkeypatch.chdir(tmp_path / "c")
+    for here in (".", ""):
+        monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", here)
+        assert identity(config).digest == digests[3]
+
+
+def test_tuned_kernels_of_other_devices_do_not_count(
+    config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    use_device(monkeypatch, "NVIDIA H100 80GB HBM3")
+    monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", str(tmp_path))
+    before = identity(config).digest
+    for name in ("E=8,N=64,device_name=NVIDIA_B200.json", "NVIDIA_B200_SHRINK.json", "README.md"):
+        (tmp_path / name).write_text("{}")
+    assert identity(config).digest == before
+    monkeypatch.delenv("VLLM_TUNED_CONFIG_FOLDER")
+    assert identity(config).digest != before, "set, it chooses other kernels for adapters"
 
 
 @pytest.mark.parametrize(("name", "value"), [("data_parallel_size", 2), ("enable_eplb", True)])
@@ -442,7 +522,8 @@ def test_two_hosts_of_one_kind_share(config: Any, monkeypatch: pytest.MonkeyPatc
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CONFIGURE_LOGGING": "0",
         "VLLM_ENABLE_RESPONSES_API_STORE": "1", "VLLM_MAX_COMPLETION_PROMPTS": "8",
         "VLLM_NVTX_SCOPES_FOR_PROFILING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS": "container",
+        "VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS": "container", "VLLM_USE_RUST_FRONTEND": "1",
+        "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": "9", "VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT": "1",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     assert identity(config).digest == before
@@ -535,6 +616,16 @@ def test_weights_that_each_rank_quantises_differ_between_ranks(
     assert not equal_on_all_ranks(config, "cuda")
 
 
+def test_experts_that_move_to_other_engines_are_refused(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config.parallel_config, "enable_elastic_ep", True)
+    check_supported(config)
+    monkeypatch.setattr(type(config.model_config), "is_moe", True)
+    with pytest.raises(UnsupportedModelError, match="drop --enable-elastic-ep"):
+        check_supported(config)
+
+
 def test_hisparse_is_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check_supported(config)
     monkeypatch.setattr(config.attention_config, "hisparse_config", object())
@@ -568,6 +659,9 @@ def test_shards_that_are_not_digested_are_refused(
     monkeypatch.setattr(config.load_config, "load_format", "sharded_state")
     monkeypatch.setattr(config.load_config, "model_loader_extra_config", extra)
     check_supported(config)
+    monkeypatch.setattr(config.load_config, "model_loader_extra_config", None)
+    check_supported(config)
+    monkeypatch.setattr(config.load_config, "model_loader_extra_config", extra)
     extra["pattern"] = pattern
     with pytest.raises(UnsupportedModelError, match="--model-loader-extra-config"):
         check_supported(config)

@@ -129,7 +129,7 @@ def test_what_few_samples_taught_is_left_out() -> None:
     [
         (lambda p: p.write_bytes(b""), "it is not JSON"),
         (lambda p: p.write_bytes(p.read_bytes()[:-200]), "it is not JSON"),
-        (lambda p: p.write_bytes(b'{"format": 3}'), "format 3, this version reads 2"),
+        (lambda p: p.write_bytes(b'{"format": 2}'), "format 2, this version reads 3"),
         (lambda p: p.write_bytes(b" " * (2 << 20)), "more than"),
         (lambda p: (p.unlink(), p.mkdir()), "cannot be read"),
         (lambda p: (p.unlink(), os.mkfifo(p)), "no regular file"),
@@ -191,7 +191,7 @@ def test_whatever_a_file_says_an_engine_starts_and_learns(path: Path, data: st.D
     for turn in range(3):
         costs.compute.observe(100, 1000, 1e-2)
         costs.load.observe(Tier.SSD, {KV: 10_000}, 1e-3, while_computing=True)
-        costs.load.fade(Tier.SSD, 10_000, 60.0 * turn)
+        costs.load.on_declined(Tier.SSD, 10_000, 600.0 * turn)
     assert costs.compute.predict(10.0, 0.0) >= 0.0
     assert costs.load.predict(Tier.SSD, {KV: 1000}) >= 0.0
     times = ThinkTimes(pace=found.pace)

@@ -55,6 +55,7 @@ def identifier(clock: Clock) -> Iterator[RequestIdentifier]:
         clock=clock,
         adapter_thread=BackgroundThread("adapters", clock),
         media_thread=BackgroundThread("media", clock),
+        embeddings_thread=BackgroundThread("embeddings", clock),
     )
     yield made
     made.close()
@@ -128,7 +129,8 @@ def disk_that_does_not_answer(
 def test_text_requests_are_identified_at_once(identifier: RequestIdentifier) -> None:
     assert identifier.identify(request()) is PLAIN
     assert (identifier._results, identifier._readings) == ({}, {})
-    assert identifier.adapter_thread._thread is identifier.media_thread._thread is None
+    threads = (identifier.adapter_thread, identifier.media_thread, identifier.embeddings_thread)
+    assert [thread._thread for thread in threads] == [None] * 3
 
 
 def test_two_processes_that_count_images_share_no_key_of_different_images(clock: Clock) -> None:
@@ -269,15 +271,42 @@ def test_salt_embeddings_and_adapters_enter_the_keys(
     assert embedded[2] != flipped[2]
 
 
-def test_embeddings_are_digested_on_a_thread_of_their_own(identifier: RequestIdentifier) -> None:
-    """They may be hundreds of megabytes, which vLLM's scheduler must not wait for."""
+@contextmanager
+def busy_with_embeddings(identifier: RequestIdentifier) -> Iterator[None]:
+    """Let the embeddings of another request be digested all the time."""
     ended = threading.Event()
-    identifier.media_thread.submit(ended.wait)
-    asked = request(prompt_embeds=torch.randn(1100, 8))
-    identifier.begin(asked)
-    assert identifier.identify(asked) is UnidentifiedReason.PENDING
+    identifier.embeddings_thread.submit(lambda: ended.wait(60.0))
+    yield
     ended.set()
+
+
+@pytest.mark.parametrize("with_adapter", [False, True])
+def test_embeddings_are_digested_on_a_thread_of_their_own_however_long_that_takes(
+    identifier: RequestIdentifier, clock: Clock, tmp_path: Path, with_adapter: bool
+) -> None:
+    """They may be hundreds of megabytes, which neither vLLM's scheduler nor images wait for."""
+    lora = adapter(write_adapter(tmp_path / "a", b"weights")) if with_adapter else None
+    asked = request(image(1.0, name="a"), lora=lora, prompt_embeds=torch.randn(1100, 8))
+    with busy_with_embeddings(identifier):
+        identifier.begin(asked)
+        assert identifier.identify(asked) is UnidentifiedReason.PENDING
+        assert isinstance(found(identifier, request(image(2.0, name="b"))), RequestIdentity)
+        reading = identifier._readings[asked.request_id]
+        until(lambda: all(x.done() for x in reading.futures if x is not reading.embeddings))
+        clock.now_s = 100.0
+        assert identifier.identify(asked) is UnidentifiedReason.PENDING
     assert isinstance(found(identifier, asked), RequestIdentity)
+
+
+def test_embeddings_that_cannot_be_digested_are_not_cached(
+    identifier: RequestIdentifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(embeddings: torch.Tensor) -> bytes:
+        raise RuntimeError("not on a CPU")
+
+    monkeypatch.setattr(request_identifier, "row_digests", failing)
+    asked = request(prompt_embeds=torch.randn(1100, 8))
+    assert found(identifier, asked) is UnidentifiedReason.NEVER
 
 
 @pytest.mark.parametrize("salt", [None, "ann"])
@@ -360,6 +389,30 @@ def test_an_adapter_that_changes_while_its_request_waits_is_not_cached(
     write_adapter(tmp_path / "a", b"another")
     clock.now_s = 1.0
     assert keys(identifier, waiting) is None
+
+
+def test_of_a_request_that_has_waited_only_the_adapters_check_is_waited_for(
+    identifier: RequestIdentifier,
+    clock: Clock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its deadline begins with the check, not with the request, which waited for its turn."""
+    lora = adapter(write_adapter(tmp_path / "a", b"weights"))
+    assert keys(identifier, request(lora=lora)) is not None
+    asked, waited = request(lora=lora, prompt_embeds=torch.randn(1100, 8)), []
+    with busy_with_embeddings(identifier):
+        identifier.begin(asked)
+        reading = identifier._readings[asked.request_id]
+        until(lambda: reading.lora is not None and reading.lora.done())
+        until(lambda: identifier.adapter_thread._job_started_s is None)
+        monkeypatch.setattr(request_identifier, "wait", lambda those, timeout: waited.append(those))
+        clock.now_s = 100.0
+        with disk_that_does_not_answer(monkeypatch):
+            assert identifier.identify(asked) is UnidentifiedReason.PENDING
+            assert waited == [[reading.lora]]
+            clock.passes(3.0)
+            assert identifier.identify(asked) is UnidentifiedReason.NEVER
 
 
 def test_what_vllm_has_loaded_counts_and_not_what_its_first_request_finds(

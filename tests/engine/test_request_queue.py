@@ -155,3 +155,29 @@ def test_the_sums_are_right_after_any_events(seed: int) -> None:
     assert (queue._waiting, queue._prefilling, queue._decoding) == ({}, {}, {})
     assert (queue._waiting_tokens, queue._prefilling_tokens) == (0, 0)
     assert queue._decoding_tokens == 0
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_with_several_stages_a_request_is_in_one_step_of_so_many(stages: int) -> None:
+    """Each stage has another step: the requests are in them by turns."""
+    queue, trackers = RequestQueue(stages), dict[str, RequestTracker]()
+    for index in range(stages):
+        request: Any = FakeRequest(f"r{index}", list(range(100 * (index + 1))))
+        request.num_computed_tokens = request.num_tokens - 1
+        trackers[request.request_id] = RequestTracker.of(request, HASHER, PLAIN, Clearings())
+        queue.on_admitted(trackers[request.request_id])
+    for step in range(50 * stages):
+        name = f"r{step % stages}"
+        queue.on_step(trackers, {name: 1})
+        request = trackers[name].request
+        request.num_computed_tokens += 1
+        request.all_token_ids.append(7)
+    new = RequestTracker.of(FakeRequest("new", [1]), HASHER, PLAIN, Clearings())  # type: ignore[arg-type]
+    queue.enqueue(new)
+    context = sum(x.request.num_computed_tokens for x in trackers.values())
+    found = queue.work_ahead_of(new)
+    assert found.decodes == stages
+    assert found.decoded_context == pytest.approx(context, abs=stages)
+    for name in trackers:
+        queue.remove(name)
+    assert queue.work_ahead_of(new) == WorkAhead(0, 0, 0, 0)

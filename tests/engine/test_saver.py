@@ -626,7 +626,9 @@ def test_a_chunk_that_finds_no_slot_is_counted_once_and_without_it_none_after_it
         engine.step(a=64)
         for _ in range(5):
             engine.step(a=1)
-    assert failures() == {"heterocache_failures{cause=no_slot,tier=dram}": 1}
+        assert failures() == {"heterocache_failures{cause=no_slot,tier=dram}": 1}
+        engine.run(FakeRequest("same", tokens(70)))
+        assert failures() == {"heterocache_failures{cause=no_slot,tier=dram}": 1}, "its own"
     engine.tables.ids["a"][0][:4] = [0] * 4
     for _ in range(5):
         engine.step(a=60)
@@ -636,4 +638,21 @@ def test_a_chunk_that_finds_no_slot_is_counted_once_and_without_it_none_after_it
     assert checkpoints(engine) == []
     engine.run(FakeRequest("b", tokens(400, seed=2)))
     assert len(checkpoints(engine)) == 7, "another request"
+    engine.side.close()
+
+
+def test_a_checkpoint_that_is_not_stored_keeps_no_full_chunk_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The boundary that is decoded is wanted only if the request ends there."""
+    engine = Engine(replace(WINDOWS, alignment=CHUNK), checkpoints=Zero())
+    request = FakeRequest("a", tokens(100))
+    engine.admit(request)
+    engine.step(a=100)
+    tried = list[int]()
+    monkeypatch.setattr(engine.store, "begin_save", lambda chunk, *_, **__: tried.append(chunk.end))
+    monkeypatch.setattr(engine.store, "known", lambda keys: [])
+    decode(engine, request, 40)
+    assert tried == [128]
+    assert not engine.side._trackers["a"].lacks_parent
     engine.side.close()

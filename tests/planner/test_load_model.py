@@ -135,54 +135,74 @@ def test_rates_are_one_object_until_the_next_load() -> None:
     assert before.seconds({KV: 10**8}, 0) == old
 
 
-def test_a_slow_tier_is_tried_again_after_its_evidence_has_faded() -> None:
+def test_of_declined_loads_one_is_due_every_ten_minutes_however_many_there_are() -> None:
     model = LoadModel([KV])
-    fast = model.predict(Tier.SSD, {KV: 10**8})
+    for tenth in range(6_000):
+        model.on_declined(Tier.SSD, 10**8, 0.1 * tenth)
+    assert not model.has_due
+    model.on_declined(Tier.SSD, 10**8, 600.0)
+    assert model.has_due
+    assert not model.take_due({Tier.PEER: 10**8, Tier.DRAM: 10**8})
+    assert model.take_due({Tier.SSD: 10**8}).keys() == {Tier.SSD}
+    assert not model.has_due
+    model.on_declined(Tier.SSD, 10**8, 601.0)
+    model.on_declined(Tier.SSD, 10**8, 1_200.0)
+    assert not model.take_due({Tier.SSD: 10**8})
+    model.on_declined(Tier.SSD, 10**8, 1_201.0)
+    assert model.take_due({Tier.SSD: 10**8})
+
+
+def test_small_loads_that_are_declined_take_no_turn_of_large_ones() -> None:
+    model = LoadModel([KV])
+    for now_s in (0.0, 600.0):
+        model.on_declined(Tier.SSD, 10**5, now_s)
+        model.on_declined(Tier.SSD, 10**8, now_s)
+    assert model.take_due({Tier.SSD: 10**5})
+    assert not model.take_due({Tier.SSD: 10**5})
+    assert model.take_due({Tier.SSD: 10**8})
+
+
+def test_what_is_tried_is_priced_as_before_the_first_load() -> None:
+    model = LoadModel([KV], {Tier.SSD: TierRates(0.5, {KV: 1e-6}, 1e-6)})
     for _ in range(50):
         model.observe(Tier.SSD, {KV: 10**8}, 5.0)
-    assert model.predict(Tier.SSD, {KV: 10**8}) > 4.5
-    for minute in range(30):
-        model.fade(Tier.SSD, 10**8, 60.0 * minute)
-    assert model.predict(Tier.SSD, {KV: 10**8}) == pytest.approx(fast, rel=0.01)
+    for now_s in (0.0, 600.0):
+        model.on_declined(Tier.SSD, 10**8, now_s)
+    tried = model.take_due({Tier.SSD: 10**8})[Tier.SSD].seconds({KV: 10**8}, 10**7)
+    assert tried == pytest.approx(LoadModel([KV]).predict(Tier.SSD, {KV: 10**8}, 10**7))
 
 
-def test_a_tier_with_a_slow_profile_is_tried_again() -> None:
-    model = LoadModel([KV], {Tier.SSD: TierRates(0.5, {KV: 1e-6}, 1e-6)})
-    assert model.predict(Tier.SSD, {KV: 10**8}) == pytest.approx(100.5)
-    for minute in range(30):
-        model.fade(Tier.SSD, 10**8, 60.0 * minute)
-    assert model.predict(Tier.SSD, {KV: 10**8}) == pytest.approx(
-        LoadModel([KV]).predict(Tier.SSD, {KV: 10**8}), rel=0.01
-    )
-
-
-def test_small_loads_that_are_declined_leave_what_large_ones_taught() -> None:
-    """For an hour, many a second; then one large load is an outlier."""
-    model = LoadModel([KV])
-    for _ in range(200):
+@pytest.mark.parametrize("taught", [0, 200], ids=["a profile", "a profile and loads"])
+def test_an_hour_of_small_loads_that_are_declined_takes_nothing_from_what_is_known(
+    taught: int,
+) -> None:
+    """Many a second; then one large load is an outlier."""
+    model = LoadModel([KV], {Tier.SSD: TierRates(1e-3, {KV: 5e-9}, 5e-9)})
+    for _ in range(taught):
         model.observe(Tier.SSD, {KV: 10**8}, 0.5)
+    known = model.rates(Tier.SSD)
     for tenth in range(36_000):
-        model.fade(Tier.SSD, 10**5, 0.1 * tenth)
+        model.on_declined(Tier.SSD, 10**5, 0.1 * tenth)
+        model.take_due({Tier.SSD: 10**5})
+    assert model.rates(Tier.SSD) is known
     model.observe(Tier.SSD, {KV: 10**8}, 50.0)
     assert model.predict(Tier.SSD, {KV: 10**8}) == pytest.approx(0.5, rel=0.1)
 
 
-def test_a_tier_fades_by_the_minutes_without_a_load_not_by_the_refusals() -> None:
-    model = LoadModel([KV])
-
-    def refused(begun_s: float, seconds: float) -> None:
-        for tenth in range(int(10 * seconds) + 1):
-            model.fade(Tier.SSD, 10**8, begun_s + 0.1 * tenth)
-
-    for _ in range(3):
-        model.observe(Tier.SSD, {KV: 10**8}, 5.0)
-    refused(0.0, 59.0)
-    model.observe(Tier.SSD, {KV: 10**8}, 5.0)
-    slow = model.rates(Tier.SSD)
-    refused(60.0, 59.0)
-    assert model.rates(Tier.SSD) is slow, "no minute without a load"
-    refused(119.0, 20 * 60.0)
-    assert model.predict(Tier.SSD, {KV: 10**8}) < 1.0
+def test_another_load_is_due_at_once_if_the_one_that_was_tried_took_half_as_long() -> None:
+    model, size = LoadModel([KV]), {KV: 10**8}
+    for _ in range(50):
+        model.observe(Tier.SSD, size, 5.0)
+    model.observe(Tier.SSD, size, 0.1)
+    assert not model.has_due, "none was declined"
+    for seconds, is_due in ((4.0, False), (0.1, True)):
+        for now_s in (0.0, 600.0):
+            model.on_declined(Tier.SSD, 10**8, now_s)
+        assert model.take_due({Tier.SSD: 10**8})
+        model.observe(Tier.PEER, size, 0.1)  # proves nothing about the SSD
+        assert not model.has_due
+        model.observe(Tier.SSD, size, seconds)
+        assert model.has_due == is_due
 
 
 def test_a_type_measured_as_free_is_learned_later() -> None:

@@ -291,18 +291,62 @@ def test_nothing_is_loaded_where_computing_is_cheaper() -> None:
     assert set(decision.declined) == {Tier.SSD}
 
 
-def test_a_slow_disk_is_tried_again_after_minutes_of_refusals() -> None:
+WAS_SLOW = {
+    "loads like the declined one": [(24_000, 0)],
+    "loads behind others": [(24_000, 72_000)],
+    "loads alone and behind others": [(24_000, 0), (24_000, 72_000)],
+    "shorter loads": [(200, 0)],
+    "longer loads": [(2**20, 0), (2**26, 0)],
+}
+"""Bytes of loads, and those in flight before them."""
+
+
+@pytest.mark.parametrize("slow", WAS_SLOW.values(), ids=WAS_SLOW)
+def test_a_disk_that_was_slow_is_tried_after_ten_minutes_and_learned_again(
+    slow: list[tuple[int, int]],
+) -> None:
+    """All requests are alike, one in ten seconds. The disk is fast by now."""
+    costs = CostModel(ComputeRegression(ComputeCoefficients(0.01, 1e-4, 0.0)), LoadModel([KV]))
+    for size_bytes, ahead_bytes in slow * 20:
+        costs.load.observe(Tier.SSD, {KV: size_bytes}, 1.0, ahead_bytes)
+    case = case_of(full_chain(*[Tier.SSD] * 6, model=DENSE), costs, DENSE)
+    loaded = []
+    for turn in range(80):
+        decision = case.decide()
+        for tier, size_bytes in decision.declined.items():
+            costs.load.on_declined(tier, size_bytes, 10.0 * turn)
+        if decision.plan is not None:
+            loaded.append(turn)
+            assert decision.predicted.total_s < 0.1
+            costs.load.observe(Tier.SSD, {KV: 24_000}, 2e-3)
+    assert loaded == list(range(61, 80))
+    assert costs.load.predict(Tier.SSD, {KV: 24_000}) == pytest.approx(2e-3, rel=0.5)
+
+
+def test_a_disk_that_is_slow_is_tried_once_in_ten_minutes() -> None:
     costs = CostModel(ComputeRegression(ComputeCoefficients(0.01, 1e-4, 0.0)), LoadModel([KV]))
     for _ in range(20):
-        costs.load.observe(Tier.SSD, {KV: 24_000}, 60.0)
+        costs.load.observe(Tier.SSD, {KV: 24_000}, 6.0)
     case = case_of(full_chain(*[Tier.SSD] * 6, model=DENSE), costs, DENSE)
-    refusals = 0
-    while case.decide().plan is None:
-        for tier, size_bytes in case.decide().declined.items():
-            costs.load.fade(tier, size_bytes, 10.0 * refusals)
-        refusals += 1
-        assert refusals < 6 * 20
-    assert refusals > 6 * 3
+    loaded = []
+    for turn in range(190):
+        decision = case.decide()
+        for tier, size_bytes in decision.declined.items():
+            costs.load.on_declined(tier, size_bytes, 10.0 * turn)
+        if decision.plan is not None:
+            loaded.append(turn)
+            costs.load.observe(Tier.SSD, {KV: 24_000}, 6.0)
+    assert loaded == [61, 123, 185]
+
+
+def test_the_bytes_of_a_declined_tier_include_its_largest_checkpoint() -> None:
+    """Only the fourth of six chunks has a window, and only that is on SSD."""
+    kv = in_tier(Tier.DRAM, KV)
+    stored = chain_of([kv] * 3 + [kv | in_tier(Tier.SSD, SWA)] + [kv] * 2)
+    decision = case_of(stored, costs_of(HYBRID, load=SLOW)).decide()
+    assert decision.plan is None
+    window = layout_of(HYBRID).artifact_bytes(SWA, 3 * CHUNK, 4 * CHUNK)
+    assert decision.declined[Tier.SSD] == window
 
 
 def test_a_tier_that_is_loaded_or_useless_is_not_declined() -> None:

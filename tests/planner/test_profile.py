@@ -179,7 +179,7 @@ def damaged(*path: str, value: Any = None, remove: bool = False) -> str:
         ("", "it is not JSON"),
         ("[1, 2]", "no profile of 'heterocache calibrate': Expected `object`"),
         ("[" * 100_000, "Expected `object`"),
-        (damaged("format", value=1), "format 1, this version reads 2"),
+        (damaged("format", value=2), "format 2, this version reads 3"),
         (damaged("format", value=True), "`$.format`"),
         (damaged("format", remove=True), "`format`"),
         (damaged("model", value=3), "`$.model`"),

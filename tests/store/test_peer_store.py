@@ -363,6 +363,15 @@ def test_a_late_peer_does_not_keep_the_engine_from_ending(
     assert arena.view is not None, "memory that a late read may fill was unmapped"
 
 
+def test_the_peer_process_has_time_to_unmap_the_memory(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[float] = []
+    monkeypatch.setattr(MemoryPeers, "close", lambda _, timeout_s: closed.append(timeout_s) or True)
+    fleet.open(9).close(0.1)
+    assert closed == [5.0]
+
+
 def test_a_reset_while_reading_ends_harmlessly(
     fleet: Fleet, owner: ArtifactStore, reader: ArtifactStore
 ) -> None:

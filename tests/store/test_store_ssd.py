@@ -895,3 +895,21 @@ def test_a_journal_row_of_another_size_than_its_artifact_has_is_a_miss(
     store = restarted(bench, store)
     assert stored(store, CHUNKS) == 2, "it is gone for good"
     store.close()
+
+
+def test_what_is_read_for_others_is_ahead_and_is_looked_through_only_for_what_is_not_in_dram(
+    bench: Bench,
+) -> None:
+    store = on_ssd_only(bench, run_io=False)
+    put(store, others := chain("b", 2))
+    assert store.bytes_ahead_of(store.match(CHUNKS)) == {}, "nothing is read"
+    restore = begin(store, ids_of(CHUNKS[:2]))
+    loads = store.catalog.loads
+    with patch.object(loads, "ahead_of", wraps=loads.ahead_of) as looked:
+        chunk = sum(SIZES.values())
+        assert store.bytes_ahead_of(store.match(others)) == {Tier.SSD: 2 * chunk, Tier.PEER: 0}
+        assert not looked.called
+        found = [*store.match(others), *store.match(CHUNKS)[:1]]
+        assert store.bytes_ahead_of(found) == {Tier.SSD: chunk, Tier.PEER: 0}
+        assert [set(x.args[0]) for x in looked.call_args_list] == [{CHUNKS[0].key}]
+    restore.abandon()

@@ -97,7 +97,7 @@ def test_inspect_shows_what_was_learned_and_cleared(described: Path, run: Run) -
     ("name", "content", "problem", "is_mended"),
     [
         ("learned.json", "{", "it is not JSON", True),
-        ("learned.json", '{"format": 1}', "format 1, this version reads 2", True),
+        ("learned.json", '{"format": 2}', "format 2, this version reads 3", True),
         ("cleared-salts.json", "{", "is damaged", False),
     ],
 )

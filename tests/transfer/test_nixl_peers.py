@@ -201,7 +201,7 @@ def test_close_ends_a_read_of_a_stopped_owner_and_with_it_every_write_to_the_mem
         stopped.stop()
         late = peers.submit("w", WHOLE)
         assert wait(late, 0.1) is TransferState.PENDING
-        assert peers.close(timeout_s=0.1)
+        assert peers.close()
         assert not psutil.pid_exists(peers.process_id)
         assert late.terminal
         assert late.poll() is TransferState.FAILED
@@ -211,6 +211,17 @@ def test_close_ends_a_read_of_a_stopped_owner_and_with_it_every_write_to_the_mem
         stopped.resume()
         time.sleep(0.3)
         assert np.array_equal(bytes_of(peers), at_close)
+
+
+def test_close_takes_as_long_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = NixlPeers([memory(8_192)])
+    waits: list[float] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(peers._child, "kill", lambda timeout_s: waits.append(timeout_s) or True)
+        assert peers.close(timeout_s=0.5)
+        assert peers.close(timeout_s=600.0)
+    assert waits == [0.5, 5.0]
+    assert peers.close()
 
 
 def test_a_disconnected_peer_is_dropped_and_can_be_connected_again(

@@ -230,6 +230,7 @@ class PeerMatcher:
         self, tracker: RequestTracker, failed: Iterable[ArtifactId]
     ) -> list[ArtifactId]:
         """Switch artifacts that could not be read to a spare copy; return those without one."""
+        self._nothing_to_ask.pop(tracker.request.request_id, None)  # peers may have them
         search = self._searches.get(tracker.request.request_id)
         lost = []
         for artifact in failed:

@@ -170,7 +170,7 @@ class Predictions:
         self, tracker: RequestTracker, wait: Wait, decision: RestoreDecision, took_s: float
     ) -> None:
         for tier, size_bytes in decision.declined.items():
-            self._load.fade(tier, size_bytes, self._clock())
+            self._load.on_declined(tier, size_bytes, self._clock())
         if slow := wait.slow_chunks:
             self._store.decline(slow)
         self._recorder.add("heterocache_decisions", choice=wait.choice)

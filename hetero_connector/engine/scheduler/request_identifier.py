@@ -1,8 +1,8 @@
 """Identify a request's state beyond its tokens: by its adapter, media, embeddings and salt.
 
 An adapter's files, an item's tensors and embeddings are digested on threads of their own. Until
-that is done `match` has no answer, so vLLM asks again. Requests that cannot be identified in time
-are not cached.
+that is done `match` has no answer, so vLLM asks again. Requests whose adapter or items cannot be
+read in time are not cached. Embeddings have no deadline: they are in memory, so their digest ends.
 """
 
 from __future__ import annotations
@@ -97,13 +97,16 @@ class RequestIdentifier:
     recorder: Recorder
     media_ids: MediaIds = MediaIds.CONTENT
     deadline_s: float = 2.0
-    """A request that is not identified after this time is served uncached."""
+    """A request whose adapter or items are not read after this time is served uncached."""
     clock: Callable[[], float] = time.monotonic
     adapter_thread: BackgroundThread = field(
         default_factory=lambda: BackgroundThread("heterocache-adapters")
     )
     media_thread: BackgroundThread = field(
         default_factory=lambda: BackgroundThread("heterocache-media")
+    )
+    embeddings_thread: BackgroundThread = field(
+        default_factory=lambda: BackgroundThread("heterocache-embeddings")
     )
 
     def __post_init__(self) -> None:
@@ -125,7 +128,7 @@ class RequestIdentifier:
         elif request.mm_features and self.media_ids is MediaIds.NONE:
             self._give_up(request, "this engine cannot identify their contents")
         elif (reading := self._order_reading(request)) is None:
-            self._give_up(request, "too many adapters or items are waiting to be read")
+            self._give_up(request, "too many adapters, items or embeddings wait")
         else:
             self._readings[request.request_id] = reading
 
@@ -155,6 +158,7 @@ class RequestIdentifier:
         """Stop the threads."""
         self.adapter_thread.close()
         self.media_thread.close()
+        self.embeddings_thread.close()
 
     def on_adapter_loaded(self, lora: LoRARequest, digest: bytes | None) -> None:
         """Record the files that vLLM has loaded before any request needs them.
@@ -192,7 +196,7 @@ class RequestIdentifier:
             if len(reading.media) < len(media):
                 return None
         if (embeddings := request.prompt_embeds) is not None:
-            reading.embeddings = self.media_thread.submit(lambda: row_digests(embeddings))
+            reading.embeddings = self.embeddings_thread.submit(lambda: row_digests(embeddings))
             if reading.embeddings is None:
                 return None
         return reading
@@ -222,20 +226,21 @@ class RequestIdentifier:
     def _check_adapter(self, request: Request, reading: _Reading) -> None:
         """Read the adapter's files again if that was long ago: vLLM may load them from now on."""
         lora = request.lora_request
-        if lora is None:
+        if lora is None or reading.lora is None:
             return
-        if reading.lora is not None and self.clock() - reading.begun_s > _FRESH_S:
+        if self.clock() - reading.begun_s > _FRESH_S:
             reading.lora = self._read_adapter(lora) or reading.lora
-        is_quick = self._adapters.is_known(lora) and self.adapter_thread.busy_s < _WAIT_S
-        if is_quick and not reading.is_done:
-            wait(reading.futures, _WAIT_S)
+            reading.begun_s = self.clock()
+        if self._adapters.is_known(lora) and self.adapter_thread.busy_s < _WAIT_S:
+            wait([reading.lora], _WAIT_S)
 
     def _is_too_late(self, reading: _Reading) -> bool:
-        threads = [self.adapter_thread] if reading.lora is not None else []
-        has_tensors = reading.media or reading.embeddings is not None
-        threads += [self.media_thread] if has_tensors else []
+        """True if the adapter or an item is waited for too long; embeddings have no deadline."""
+        is_lora_read = reading.lora is None or reading.lora.done()
+        threads = [] if is_lora_read else [self.adapter_thread]
+        threads += [] if all(x.done() for x in reading.media) else [self.media_thread]
         waited_s = [self.clock() - reading.begun_s, *(thread.busy_s for thread in threads)]
-        return max(waited_s) > self.deadline_s
+        return bool(threads) and max(waited_s) > self.deadline_s
 
     def _finish(self, request: Request, reading: _Reading) -> None:
         """Store the identity, or give up if something could not be read."""

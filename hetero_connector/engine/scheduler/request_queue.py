@@ -34,7 +34,8 @@ class RequestQueue:
     that prefill. No call walks over all running requests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stages: int = 1) -> None:
+        """`stages`: pipeline stages. A request that decodes is in one step of so many."""
         self._waiting: dict[str, int] = {}
         """Tokens left to each tracked request, 0 while it runs. The order is that of the first
         match, which is the order of vLLM's queue."""
@@ -42,8 +43,10 @@ class RequestQueue:
         self._prefilling: dict[str, int] = {}
         """Tokens left to each running request before it decodes."""
         self._prefilling_tokens = 0
+        self._stages = stages
         self._decoding: dict[str, int] = {}
-        """Computed tokens of each running request that decodes, less `_steps` at that moment."""
+        """Computed tokens of each running request that decodes, times the stages, less `_steps` at
+        that moment."""
         self._decoding_tokens = 0
         self._steps = 0
         self._admitted: list[RequestTracker] = []
@@ -86,7 +89,7 @@ class RequestQueue:
             if request_id == new.request.request_id:
                 break
         decodes = len(self._decoding)
-        context = self._decoding_tokens + decodes * self._steps
+        context = (self._decoding_tokens + decodes * self._steps) // self._stages
         waiting = self._waiting_tokens - not_before
         return WorkAhead(self._prefilling_tokens, decodes, context, waiting)
 
@@ -113,8 +116,8 @@ class RequestQueue:
             self._prefilling[request_id] = tokens
             self._prefilling_tokens += tokens
         else:
-            self._decoding[request_id] = computed - self._steps
-            self._decoding_tokens += computed - self._steps
+            self._decoding[request_id] = computed * self._stages - self._steps
+            self._decoding_tokens += self._decoding[request_id]
 
     def _stop(self, request_id: str) -> None:
         self._prefilling_tokens -= self._prefilling.pop(request_id, 0)

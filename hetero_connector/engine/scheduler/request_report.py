@@ -39,7 +39,7 @@ class NothingRestored(StrEnum):
     NOT_ASKED_FOR = "not_asked_for"
     """The request must not read the cache (`skip_reading_prefix_cache`)."""
     UNIDENTIFIED = "unidentified"
-    """The request's adapter or a media item has no known identity."""
+    """The request's adapter, items or embeddings have no known identity."""
     NOT_ADMITTED = "not_admitted"
     """vLLM did not admit the restored tokens."""
     LOAD_LOST = "load_lost"

@@ -106,6 +106,9 @@ class RequestTracker:
     lacks_parent: bool = False
     """True from when a chunk was not stored that cannot be stored later, so that none after it can,
     until the next admission."""
+    unsaved: ChunkKey | None = None
+    """The latest chunk that found no place in the store, which is tried in every step but counted
+    once."""
     undecided: int = 0
     """Save id of a checkpoint that is kept only if the request ends there; 0: none."""
     session: Hashable | None = None

@@ -260,6 +260,10 @@ class Saver:
         index = self._first_chunk_to_save(tracker, known // size)
         while (index + 1) * size <= known:
             if not self._collect_full_chunk(collected, tracker, index + 1, table):
+                parent = tracker.chain.ending_at((index + 1) * size).parent
+                # State that is no prefix's has left the pages by the time of another attempt.
+                is_lost = not self._model.prefix_types and not self._store.known([parent])
+                tracker.lacks_parent = is_lost
                 break
             index += 1
         tracker.next_chunk = index
@@ -362,10 +366,11 @@ class Saver:
         all_types, limits_life = self._model.state_types, collected.tracker.params.limits_life
         is_new = limits_life and len(self._store.missing(chunk, all_types)) == len(all_types)
         sizes = {t: self._layout.artifact_bytes(t, chunk.start, chunk.end) for t in types}
-        reservation = self._store.begin_save(chunk, sizes)
+        tracker = collected.tracker
+        is_again = tracker.unsaved == chunk.key
+        reservation = self._store.begin_save(chunk, sizes, is_again=is_again)
         if reservation is None:
-            known = self._store.known([chunk.parent])  # only prefix state stays in pages
-            collected.tracker.lacks_parent = not (known or self._model.prefix_types)
+            tracker.unsaved = chunk.key
             return False
         if is_new:
             collected.tracker.new_chunks.append(chunk.key)

@@ -152,7 +152,7 @@ class SchedulerSide:
         )
         self.identifier = identifier or RequestIdentifier(recorder)
         self._trackers: dict[str, RequestTracker] = {}
-        self._queue = RequestQueue()
+        self._queue = RequestQueue(num_ranks // layout.model.tp_size)
         self._errors = HookErrors(recorder)
         self.reports = Reports(self.predictions, recorder, self._errors)
         self._engine_recorder = EngineRecorder(self.reports, store, clock)

@@ -166,6 +166,11 @@ def check_supported(config: VllmConfig) -> None:
                 f"--{option} {size}: HeteroConnector stores equal shards of whole tokens; "
                 f"set --{option} 1"
             )
+    if config.model_config.is_moe and parallel.enable_elastic_ep:
+        raise UnsupportedModelError(
+            "--enable-elastic-ep: vLLM then changes the number of engines that the experts are on "
+            "while it runs, and with it how results round: drop --enable-elastic-ep"
+        )
     if config.attention_config.hisparse_config is not None:
         raise UnsupportedModelError(
             "HiSparse keeps part of the KV cache in host memory, in blocks of its own, which "
@@ -198,7 +203,7 @@ def _check_files_are_read(load: LoadConfig) -> None:
             f"--load-format {load.load_format} loads other weights than the model's files, whose "
             "digest identifies what is stored: set --load-format auto, also in draft_load_config"
         )
-    pattern = load.model_loader_extra_config.get("pattern")
+    pattern = (load.model_loader_extra_config or {}).get("pattern")
     if pattern and ("/" in pattern or not pattern.endswith(".safetensors")):
         raise UnsupportedModelError(
             f"--model-loader-extra-config: files by the pattern {pattern!r} are no part of the "
@@ -222,9 +227,10 @@ def _weights(load: LoadConfig, model: str, revision: str | None, code: Path | No
 
 
 def _code(model: ModelConfig) -> str:
-    """Return the digests of code that `trust_remote_code` runs from elsewhere than its files.
+    """Return the commits of code that `trust_remote_code` runs from elsewhere than its files.
 
-    It is in repositories that the config names, and at `--code-revision`.
+    It is in repositories that the config names, and at `--code-revision`. A folder has no commit,
+    but a digest of its files. Of a snapshot each host has only the files that it has needed.
     """
     if not model.trust_remote_code:
         return ""
@@ -233,14 +239,18 @@ def _code(model: ModelConfig) -> str:
     repositories = {x.partition("--")[0] for x in references if "--" in x} - {model.model}
     if model.code_revision:
         repositories.add(model.model)
-    digests = []
+    versions = []
     for repository in sorted(repositories):
         try:
             code = locate_model(repository, model.code_revision)
         except IdentityError:  # what is not on this machine has not run
             continue
-        digests.append(files_digest(code.path, ".py").hex())
-    return " ".join(digests)
+        versions.append(code.revision or files_digest(code.path, _is_python).hex())
+    return " ".join(versions)
+
+
+def _is_python(name: str) -> bool:
+    return name.endswith(".py")
 
 
 def _tokenizer(model: ModelConfig, source: Path) -> bytes:
@@ -267,11 +277,14 @@ def _draft(speculative: Any, target_load: LoadConfig) -> dict[str, Any]:
     settings = f"{speculative.method} {speculative.num_speculative_tokens}"
     if draft is None or not getattr(draft, "model", None):
         return {"draft_model": settings}
-    weights = _weights(speculative.draft_load_config or target_load, draft.model, draft.revision)
+    load = speculative.draft_load_config or target_load
+    weights = _weights(load, draft.model, draft.revision)
     return {
         "draft_model": f"{settings} {weights.hex()}",
         "draft_config": canonical_config(draft.hf_config.to_dict()),
         "draft_code": _code(draft),
+        "draft_load_format": load.load_format,
+        "draft_seed": draft.seed if load.load_format == "dummy" else "",
         "draft_dtype": draft.dtype,
         "draft_quantization": draft.quantization,
     }

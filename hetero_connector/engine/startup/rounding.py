@@ -46,7 +46,7 @@ _PLACES = frozenset(
         *("PREFIX", "REPO", "URL", "BUILD", "DOCKER", "COMMIT", "TAG", "DATE", "USAGE", "PLUGINS"),
         *("TIMEOUT", "LOG", "LOGO", "LOGGING", "DEBUG", "PROFILING"),
         *("API", "COMPLETION", "EVENTS", "ID", "INSECURE", "INSTRUCTIONS", "SEQUENCES", "STRINGS"),
-        *("TOOL", "UPDATING"),
+        *("TOOL", "UPDATING", "WORDS", "PARSER", "FRONTEND"),
     )
 )
 """Words in the names of vLLM's variables that are of a place, a person, the log or the server's
@@ -135,14 +135,23 @@ def _version(distribution: str) -> str:
 
 
 def _switches() -> str:
-    """Return the variables that choose kernels and are set, by vLLM's list for compiled graphs.
-
-    A folder of tuned kernels counts by its files.
-    """
+    """Return the variables that choose kernels and are set, by vLLM's list for compiled graphs."""
     names = [x for x in envs.compile_factors() if not _PLACES & set(x.split("_"))]
     chosen = sorted(name for name in (*names, *_OTHER_SWITCHES) if name in os.environ)
     shown = [f"{name}={os.environ[name]}" for name in chosen]
-    tuned = Path(os.environ.get("VLLM_TUNED_CONFIG_FOLDER", ""))
-    if tuned != Path() and tuned.is_dir():
-        shown.append(f"tuned kernels {files_digest(tuned, '.json').hex()}")
+    if (folder := os.environ.get("VLLM_TUNED_CONFIG_FOLDER")) is not None:
+        shown.append(f"tuned kernels {_tuned_kernels(Path(folder))}")
     return " ".join(shown)
+
+
+def _tuned_kernels(folder: Path) -> str:
+    """Return the digest of the files that vLLM may choose, which it does by the device's name.
+
+    They are told by its first two words: for some devices vLLM looks for no more of the name.
+    """
+    if not folder.is_dir():
+        return ""
+    device = "_".join(current_platform.get_device_name().replace("-", " ").split()[:2])
+    return files_digest(
+        folder, lambda name: name.endswith(".json") and device in name.replace("-", "_")
+    ).hex()

@@ -51,7 +51,7 @@ class StepTimer:
     def take(self) -> list[StepTiming]:
         """Take the timings of steps that the device has finished, oldest first.
 
-        They have those steps that were begun. The times of all loads are recorded.
+        Only steps that were begun have a timing; the loads of all steps are recorded.
         """
         taken = []
         while self._ended:

@@ -33,8 +33,8 @@ from hetero_connector.artifacts.record import (
     ChunkRange,
     StoredChunk,
     Tier,
+    distinct_tiers,
 )
-from hetero_connector.containers import BoundedDict
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import ChunkCopies, Failure, Save, StoreConfig, Wanted
@@ -60,8 +60,6 @@ from hetero_connector.store.catalog.writes import Write, Writes
 GAUGE_INTERVAL_S = 1.0
 _OFFERED_AT_ONCE = 512
 """Artifacts that are queued for their write while the lock is held: about a millisecond."""
-
-_WITHOUT_SLOT = 1024
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -176,8 +174,6 @@ class Catalog:
         self._is_forgetting_rows = False
         """True while rows are taken to be deleted from the journal."""
         self._gauges_due_s = 0.0
-        self._without_slot = BoundedDict[ChunkKey, None](_WITHOUT_SLOT)
-        """The newest chunks for which no slot was free."""
 
     # --- the scheduler's thread: finding ----------------------------------------------------------
 
@@ -202,10 +198,15 @@ class Catalog:
             self._lock.notify_all()
         return restore
 
-    @_locked
     def bytes_ahead_of(self, chunks: Sequence[StoredChunk]) -> dict[Tier, int]:
-        """See `ArtifactStore.bytes_ahead_of`."""
-        return self.loads.ahead_of(chunks)
+        """See `ArtifactStore.bytes_ahead_of`. Takes the lock if any of the chunks may be read."""
+        ahead = self.loads.ahead_bytes
+        slow = [x for x in distinct_tiers(chunks) if not {Tier.DRAM}.issuperset(x.values())]
+        if not slow or not any(ahead.values()):
+            return ahead
+        types = {x.chunk.key: x.tiers.keys() for x in chunks if x.tiers in slow}
+        with self._lock:
+            return self.loads.ahead_of(types)
 
     @_locked
     def poll_restore(self, restore: Restore) -> bool:
@@ -228,16 +229,19 @@ class Catalog:
             self._used.update(dict.fromkeys(used))
 
     @_locked
-    def reserve(self, chunk: ChunkRange, sizes: Mapping[StateType, int]) -> ReservedSave | Failure:
+    def reserve(
+        self, chunk: ChunkRange, sizes: Mapping[StateType, int], *, is_again: bool = False
+    ) -> ReservedSave | Failure:
         """Reserve DRAM slots for a chunk's artifacts: all or none.
 
-        A failure is counted; that no slot was free once for each chunk, which may be tried in every
-        step. ValueError for a type that is sealed or reserved already.
+        A failure is counted. `is_again`: it was when this was tried before, in an earlier step.
+        ValueError for a type that is sealed or reserved already.
         """
         if set(self.missing(chunk, list(sizes))) != set(sizes) or not sizes:
             raise ValueError(f"nothing to save, or already saved: {list(sizes)} of {chunk}")
         if not self.tiers.index.has_place_for(chunk):
-            self.loads.count_failure(Failure.GONE, Tier.DRAM)
+            if not is_again:
+                self.loads.count_failure(Failure.GONE, Tier.DRAM)
             return Failure.GONE
         # The artifacts enter the index first: that keeps their parents.
         artifacts = [self.tiers.index.add(chunk, kind, size) for kind, size in sizes.items()]
@@ -246,13 +250,11 @@ class Catalog:
         for artifact in artifacts:
             ref = self.tiers.take_dram(artifact)
             if ref is None:
-                if chunk.key not in self._without_slot:
+                if not is_again:
                     self.loads.count_failure(Failure.NO_SLOT, Tier.DRAM)
-                self._without_slot[chunk.key] = None
                 self._undo(artifacts)
                 return Failure.NO_SLOT
             self.tiers.attach(artifact, ref)
-        self._without_slot.pop(chunk.key, None)
         offsets = {a.state_type: a.dram_offset for a in artifacts}
         return ReservedSave(chunk, offsets, dict(sizes), artifacts)
 

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
 from hetero_connector.artifacts.copies import PeerCopy
-from hetero_connector.artifacts.record import ArtifactId, SlotRef, StoredChunk, Tier
+from hetero_connector.artifacts.record import ChunkKey, SlotRef, Tier
 from hetero_connector.metrics import Recorder
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Failure, ReadTiming, StoreConfig
@@ -134,15 +134,13 @@ class Loads:
         """Return the bytes that our own SSD and the peers will read before a further load."""
         return {tier: self.waiting_bytes[source] for source, tier in _QUEUED.items()}
 
-    def ahead_of(self, chunks: Sequence[StoredChunk]) -> dict[Tier, int]:
-        """Return `ahead_bytes` without the loads of these chunks."""
+    def ahead_of(self, types: Mapping[ChunkKey, Collection[StateType]]) -> dict[Tier, int]:
+        """Return `ahead_bytes` without the loads of these types of these chunks."""
         ahead = self.ahead_bytes
-        for stored in chunks if any(ahead.values()) else ():
-            for kind in [t for t, tier in stored.tiers.items() if tier is not Tier.DRAM]:
-                artifact = self._tiers.index.find(ArtifactId(stored.chunk.key, kind))
-                load = None if artifact is None else self.by_artifact.get(artifact)
-                if load is not None and load.is_counted and load.source in _QUEUED:
-                    ahead[load.tier] -= load.size_bytes
+        for artifact, load in self.by_artifact.items():
+            is_queued = load.is_counted and load.source in _QUEUED
+            if is_queued and artifact.state_type in types.get(artifact.node.chunk.key, ()):
+                ahead[load.tier] -= load.size_bytes
         return ahead
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from time import monotonic
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -134,8 +134,10 @@ class Stream:
         """Place a request, and follow its answer. Raises RefusedError."""
         parts, arrived_s = self._parts, monotonic()
         excluded: Container[Worker] = ()
+        addresses: dict[str, str] = {}
         if subset is not None:
-            excluded = _Outside(await _with_names(subset, parts.workers))
+            addresses = await in_subset(subset, parts.workers)
+            excluded = _Outside(subset | addresses.keys())
         with request.spans.placing():
             placed = await parts.proxy.place(request, excluded)
             request.spans.on_placed(placed)
@@ -145,7 +147,7 @@ class Stream:
         answer.placed = placed
         has_failed = False
         try:
-            endpoint = await _resolved(worker)
+            endpoint = addresses.get(endpoint_of(worker)) or (await _addresses(worker))[0]
             if placed.prefill is not None:
                 await parts.proxy.prefill(placed, placed.prefill)
             sent_s = monotonic()
@@ -312,20 +314,28 @@ def endpoint_of(worker: Worker) -> str:
     return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
 
 
-async def _with_names(subset: frozenset[str], workers: WorkerSet) -> frozenset[str]:
-    """Return a subset with the workers whose addresses are in it as they are configured, too."""
+async def in_subset(subset: frozenset[str], workers: Iterable[Worker]) -> dict[str, str]:
+    """Return the address in a subset of each worker that has one, by `endpoint_of` the worker.
 
-    async def is_in(worker: Worker) -> bool:
+    Names are looked up only if the subset has an address that no worker is configured with.
+    """
+    by_endpoint = {endpoint_of(worker): worker for worker in workers}
+    if subset <= by_endpoint.keys():
+        return {}
+
+    async def found(worker: Worker) -> list[str]:
         try:
-            return await _resolved(worker) in subset
+            return await _addresses(worker)
         except RefusedError:
-            return False
+            return []
 
-    return subset | {endpoint_of(worker) for worker in list(workers) if await is_in(worker)}
+    all_found = await asyncio.gather(*map(found, by_endpoint.values()))
+    matched = (next((x for x in addresses if x in subset), "") for addresses in all_found)
+    return {x: address for x, address in zip(by_endpoint, matched, strict=True) if address}
 
 
-async def _resolved(worker: Worker) -> str:
-    """Return a worker's `ip:port`. Raises RefusedError if its name has no address.
+async def _addresses(worker: Worker) -> list[str]:
+    """Return a worker's addresses as `ip:port`. Raises RefusedError if its name has none.
 
     A name is asked for each time: its address changes when its container starts again.
     """
@@ -339,9 +349,9 @@ async def _resolved(worker: Worker) -> str:
         except OSError as error:
             text = f"worker {worker.name} has no address: {error.strerror}"
             raise RefusedError(Refusal(Reason.NO_WORKER, text, retry_after_s=2)) from error
-        address = str(found[0][4][0])
-        return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-    return endpoint
+        addresses = [str(x[4][0]) for x in found]
+        return [f"[{x}]:{port}" if ":" in x else f"{x}:{port}" for x in addresses]
+    return [endpoint]
 
 
 def _scope(head: Any) -> tuple[Headers, dict[str, Any]]:

@@ -95,8 +95,7 @@ class OwnerRouter(RequestRouter):
             return None
         if metadata.call_method == PICK:
             self._placing.end_unseen(name)
-        else:
-            pending.future.add_done_callback(self._on_future(name))
+        pending.future.add_done_callback(self._on_future(name))
         return placed
 
     def _count(self, placed: Placed) -> None:

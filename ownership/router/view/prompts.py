@@ -195,9 +195,9 @@ class PrefixViews:
         self._lookups = ThreadPoolExecutor(_THREADS, "router-directory")
 
     @property
-    def can_read_each_other(self) -> bool:
-        """False if a worker was not in the directory, or it did not answer, when asked last."""
-        return not (self.unlisted or self._breaker.is_open)
+    def is_answered(self) -> bool:
+        """False if the directory did not answer when asked last."""
+        return not self._breaker.is_open
 
     async def find(self, path: str, body: object, now_s: float) -> PromptView:
         """Return the view of a request, by its longest prompt. Never raises for a client's body.

@@ -18,7 +18,6 @@ from ownership.scheduling.registry import (
     POLICIES,
     POOLED,
     scheduling_policy,
-    without_moves,
     without_remote_prefills,
 )
 from ownership.scheduling.step import Step
@@ -73,7 +72,6 @@ class _Asked:
         self._name = name
         self._pooled = scheduling_policy(name, random.Random(seed))
         self._whole = without_remote_prefills(scheduling_policy(name, random.Random(seed)))
-        self._alone = without_moves(scheduling_policy(name, random.Random(seed)))
         self._changes_s = array("d")
         self._actions = Counter[str]()
         self._equal = self._decisions = self._impossible = 0
@@ -82,9 +80,7 @@ class _Asked:
         if POOLED.get(self._name) and not _has_pools(fleet):
             self._impossible += 1
             return
-        policy = self._pooled
-        if not record.handoffs:
-            policy = self._whole if record.fetches else self._alone
+        policy = self._pooled if record.handoffs else self._whole
         try:
             decision = policy.decide(step, fleet)
         except NoWorkerError:

@@ -80,15 +80,14 @@ class RequestAdmission:
     """Takes and frees a worker's pages, and starts what a restore needs."""
 
     def __init__(
-        self, memory: WorkerMemory, restorer: Restorer, costs: CostModel, ssd_reads: Channel,
+        self, memory: WorkerMemory, restorer: Restorer, costs: CostModel, ssd_channel: Channel,
         staged: Flow, retention: Retention,
     ) -> None:  # fmt: skip
-        self._memory, self._restorer = memory, restorer
-        self._ssd_channel, self._retention = ssd_reads, retention
+        self._memory, self._restorer, self._retention = memory, restorer, retention
         footprint = memory.shape.footprint
         self._dram_pace = footprint.pace(costs.load.rates(Tier.DRAM))
         self._ssd_pace = footprint.pace(costs.load.rates(Tier.SSD))
-        self._ssd_reads = SsdReads(memory, ssd_reads, staged, self._ssd_pace)
+        self._ssd_reads = SsdReads(memory, ssd_channel, staged, self._ssd_pace)
 
     def admit(
         self, request: LiveRequest, now_s: float, load: EngineLoad,
@@ -123,7 +122,7 @@ class RequestAdmission:
             request.short_chunks, request.chain, request.stored_chunks, memory.dram
         )
         if short is not None or max(dram.chunks, ssd.chunks) > local:
-            load = replace(load, in_flight_bytes=self._bytes_in_flight(now_s))
+            load = replace(load, in_flight_bytes=self._bytes_ahead(request, now_s))
             restore = self._restorer.plan(
                 dram, ssd, request.prompt_tokens, local, load, short=short
             )
@@ -235,6 +234,7 @@ class RequestAdmission:
         elif not request.generated:
             request.hits = hits
 
-    def _bytes_in_flight(self, now_s: float) -> dict[Tier, int]:
-        pending_s, pace = self._ssd_channel.pending_s(now_s), self._ssd_pace.ahead_s_per_byte
-        return {Tier.SSD: int(pending_s / pace)} if pending_s and pace else {}
+    def _bytes_ahead(self, request: LiveRequest, now_s: float) -> dict[Tier, int]:
+        """Return the bytes that are read before a restore of the request could be."""
+        ahead_s, pace = self._ssd_reads.ahead_s(request.chain, now_s), self._ssd_pace
+        return {Tier.SSD: int(ahead_s / pace.ahead_s_per_byte)} if pace.ahead_s_per_byte else {}

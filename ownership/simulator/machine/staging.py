@@ -26,10 +26,15 @@ class SsdRead:
     chain: BlockRuns
     """The chunks up to the last one that is read."""
     first: int
-    """Number of chunks before those that are new in DRAM."""
+    """Number of chunks before those that are new in DRAM. Of these, what its request has in pages
+    is added without a read."""
+    chunks: int
+    """Number of chunks that are read: the last ones."""
     checkpoints: Sequence[int]
     """Boundaries whose checkpoint is read."""
     end_s: float
+    seconds: float
+    """Duration without the reads before it."""
     reserved_bytes: int
     """Room taken in DRAM: less than what is read if there was no more."""
     continues: Run
@@ -48,6 +53,21 @@ class SsdReads:
         self._memory, self._channel, self._flow, self._pace = memory, channel, flow, pace
         self._reads: list[SsdRead] = []
 
+    def ahead_s(self, chain: BlockRuns, now_s: float) -> float:
+        """Return the seconds until the SSD could read for a request with this chain.
+
+        As in an engine, what is being read of the chain itself is no queue: it would be shared.
+        """
+        ahead_s = self._channel.pending_s(now_s)
+        for read in self._reads:
+            end = read.chain.shared_with(chain)
+            chunks = max(0, end - (read.chain.num_blocks - read.chunks))
+            checkpoints = sum(boundary <= end for boundary in read.checkpoints)
+            if chunks or checkpoints:
+                left_s = min(read.seconds, read.end_s - now_s)
+                ahead_s -= min(self._seconds(chunks, checkpoints), left_s)
+        return max(0.0, ahead_s)
+
     def wait(
         self, request: LiveRequest, restore: Restore, in_dram: Match, on_ssd: Match,
         local_chunks: int, now_s: float, begin: Callable[[SsdRead], None],
@@ -62,10 +82,13 @@ class SsdReads:
         joined: list[SsdRead] = []
         for read in self._reads:
             end = min(read.chain.shared_with(request.chain), last)
+            brings = end > max(read.first, in_dram.chunks)
+            if brings:
+                first = max(first, end)
             has_checkpoint = lacks_checkpoint and end >= boundary and boundary in read.checkpoints
-            if has_checkpoint or end > max(read.first, in_dram.chunks, local_chunks):
+            if has_checkpoint or (brings and end > local_chunks):
                 joined.append(read)
-                first, lacks_checkpoint = max(first, end), lacks_checkpoint and not has_checkpoint
+                lacks_checkpoint = lacks_checkpoint and not has_checkpoint
         chunks = max(0, last - max(first, local_chunks))
         if chunks or lacks_checkpoint:
             checkpoints = [boundary] if lacks_checkpoint else []
@@ -100,19 +123,24 @@ class SsdReads:
         in_dram: Match, on_ssd: Match, now_s: float,
     ) -> SsdRead:  # fmt: skip
         """Begin to read `chunks` chunks of a chain, and checkpoints."""
-        memory, pace, dram, ssd = self._memory, self._pace, self._memory.dram, self._memory.ssd
-        seconds = pace.latency_s + chunks * memory.shape.chunk_tokens * pace.token_s
-        seconds += len(checkpoints) * pace.checkpoint_s
+        memory, dram, ssd = self._memory, self._memory.dram, self._memory.ssd
+        seconds = self._seconds(chunks, len(checkpoints))
         self._flow.add(chunks, checkpoints)
         continues = self._pinned(chain, min(first, in_dram.chunks))
         ssd.pin(origin := ssd.cut(on_ssd))
         new_bytes = memory.shape.moved_bytes(chain.num_blocks - first, len(checkpoints))
         read = SsdRead(
-            chain, first, checkpoints, self._channel.start(now_s, seconds),
+            chain, first, chunks, checkpoints, self._channel.start(now_s, seconds), seconds,
             dram.reserve_up_to(new_bytes), continues, origin,
         )  # fmt: skip
         self._reads.append(read)
         return read
+
+    def _seconds(self, chunks: int, checkpoints: int) -> float:
+        """Return the seconds of a read by itself."""
+        pace = self._pace
+        seconds = pace.latency_s + chunks * self._memory.shape.chunk_tokens * pace.token_s
+        return seconds + checkpoints * pace.checkpoint_s
 
     def _pinned(self, chain: BlockRuns, chunks: int) -> Run:
         """Pin a chain's first `chunks` chunks in DRAM, as far as they are there."""

@@ -47,7 +47,7 @@ class ShortChunk(NamedTuple):
     """
 
     id: int
-    """Its id in a chain. Most traces do not name unfinished blocks, so no other prompt has it."""
+    """An id of its own: no other prompt has it."""
     before: int
     """Number of full chunks before it."""
     start: int
@@ -62,7 +62,7 @@ class ShortChunk(NamedTuple):
 def short_chunk(shape: StateShape, prompt_tokens: int, unused_id: int) -> ShortChunk | None:
     """Make the short chunk that ends where a prompt resumes after a handoff.
 
-    None if a full chunk ends there. `unused_id`: its id.
+    None if a full chunk ends there. `unused_id`: an id that no block has.
     """
     if StateType.RECURRENT in shape.model.state_types:
         return None  # recurrent state is kept at the end of full chunks only

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -18,13 +19,16 @@ import uvicorn
 from benchmarks.stub_fleet import StubFleet
 from hetero_connector.errors import RouterConfigError
 from ownership.directory.breaker import FIRST_PAUSE_S, CircuitBreaker
+from ownership.router.ext_proc import stream
 from ownership.router.ext_proc.messages import NOT_SERVING, SERVING, BodyMode
 from ownership.router.ext_proc.server import PROCESSOR
+from ownership.router.ext_proc.stream import in_subset
 from ownership.router.placer import Placed, Prefill
 from ownership.router.proxy import Proxy
 from ownership.router.serving import Server
+from ownership.router.workers import Worker, WorkerAddress
 from tests.clock import Clock
-from tests.ownership.router.bench import RunningRouter, config_of
+from tests.ownership.router.bench import PATIENCE_S, RunningRouter, config_of
 from tests.ownership.router.conftest import StartRouter
 from tests.ownership.router.envoy_calls import (
     BUFFERED,
@@ -496,6 +500,51 @@ def test_a_worker_with_a_name_is_given_by_its_address(
         in_subset.send_request(subset=[address])
         assert in_subset.destination() == address
         in_subset.call.cancel()
+
+
+def test_any_address_of_a_name_may_be_in_the_subset_and_gets_the_request(
+    start_router: StartRouter, fleet: StubFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = fleet.ports[0]
+    both = [f"{address}:{port}" for address in ("127.0.0.1", "127.0.0.9")]
+
+    async def found(worker: Worker) -> list[str]:
+        return both
+
+    monkeypatch.setattr(stream, "_addresses", found)
+    router = start_router(workers=[f"http://localhost:{port}"], ext_proc_port=0)
+    with channel(router.picker_port) as picker:
+        for address in both:
+            call = EnvoyCall(picker)
+            call.send_request(subset=[address])
+            assert call.destination() == address
+            call.call.cancel()
+
+
+def test_names_are_looked_up_at_once_and_only_for_what_no_worker_is_configured_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    urls = ("http://one.test:1", "http://two.test:2", "http://10.0.0.3:3")
+    workers = [Worker(WorkerAddress(url, url)) for url in urls]
+    asked = list[str]()
+
+    async def found(subset: set[str]) -> dict[str, str]:
+        both = asyncio.Barrier(2)
+
+        async def look_up(host: str, port: int) -> Any:
+            asked.append(host)
+            async with asyncio.timeout(PATIENCE_S):
+                await both.wait()
+            return [(0, 0, 0, "", (x, port)) for x in ("10.0.0.7", f"fd00::{port}")]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+        return await in_subset(frozenset(subset), workers)
+
+    assert asyncio.run(found({"one.test:1", "10.0.0.3:3"})) == {}
+    assert asked == []
+    matched = {"two.test:2": "[fd00::2]:2", "10.0.0.3:3": "10.0.0.3:3"}
+    assert asyncio.run(found({"[fd00::2]:2", "10.0.0.3:3"})) == matched
+    assert sorted(asked) == ["one.test", "two.test"]
 
 
 def test_a_router_that_ends_lets_streams_come_to_their_ends(start_router: StartRouter) -> None:

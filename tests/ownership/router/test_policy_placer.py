@@ -218,6 +218,41 @@ def test_nothing_is_fetched_or_handed_off_between_workers_that_cannot_read_each_
     assert reads or {placement.source_worker, placement.prefill_worker} == {None, "b"}
 
 
+@pytest.mark.parametrize("c_has_told", [True, False])
+@pytest.mark.parametrize("b_is_listed", [True, False])
+def test_one_worker_that_others_cannot_read_stops_no_fetch_between_those(
+    monkeypatch: pytest.MonkeyPatch, c_has_told: bool, b_is_listed: bool
+) -> None:
+    """The prompt is at a, which is busy, and so is b somewhat; c is idle, and names chains
+    otherwise or has not told."""
+    held = {"a": WorkerPrefix(0, 19_968, 19_968)}
+
+    async def find(path: str, body: object, now_s: float) -> PromptView:
+        return PromptView(20_000, held, Certainty.EXACT)
+
+    _, workers = workers_of("a", "b", "c")
+    chains = FleetChains()
+    told = [replace(published("c"), root=b"other")] if c_has_told else []
+    for name, engines in {"a": [published("a")], "b": [published("b")], "c": told}.items():
+        chains.told(name, engines, 0.0)
+    views = PrefixViews(PromptIdentity(None, ChainCache()), chains, Trust(), None)
+    views.unlisted = frozenset() if b_is_listed else frozenset({"b"})
+    monkeypatch.setattr(views, "find", find)
+    placer = PolicyPlacer(scheduling_policy("ownerserve", Random(0)), views, WorkerFigures())
+    placer.set_workers(dict.fromkeys("abc", Role.BOTH), 0.0)
+    assert placer.ledger is not None
+    placer.ledger.sent("other", Work("a", "a", 10**6, 10**6), 0.0)
+    placer.ledger.sent("another", Work("b", "b", 100, 100), 0.0)
+    asked = request()
+    asked.door, asked.body = DOORS["/v1/completions"], b'{"prompt": "x"}'
+    placed = asyncio.run(placer.place(asked, lambda: workers))
+    views.close()
+    assert isinstance(placed, _Planned)
+    placement = placed.placement
+    found = (placement.decode_worker, placement.prefill_worker, placement.source_worker)
+    assert found == (("b", "b", "a") if b_is_listed else ("c", "c", None))
+
+
 def test_an_answer_that_is_not_streamed_counts_as_begun_when_that_is_predicted(
     known: KnownFleet,
 ) -> None:
@@ -534,6 +569,36 @@ def test_a_load_is_read_from_the_metrics_of_all_engines() -> None:
     assert reported_load("python_info 1.0\n") is None
     without = "\n".join(x for x in metrics.splitlines() if "tokens_sum" not in x)
     assert reported_load(without) == WorkerLoad(0, 2, 4, 800)
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem", "prefills"),
+    [(b"{}", "", 1), (b"no JSON", "", 2), (b"", "the worker was lost", 1)],
+)
+def test_a_prefill_is_demand_as_often_as_it_was_computed(
+    answer: bytes, problem: str, prefills: int
+) -> None:
+    """After an answer that cannot be read the other worker computes it once more."""
+    views = PrefixViews(PromptIdentity(None, ChainCache()), FleetChains(), Trust(), None)
+    placer = PolicyPlacer(scheduling_policy("ownerserve", Random(0)), views, WorkerFigures())
+    placer._ledger = ledger = Ledger(fleet_of(fleet_worker("a"), fleet_worker("b")))
+    [worker] = workers_of("b")[1]
+    any_view: Any = None
+    placed = _Planned(
+        request=replace(request(), is_stream=True),
+        worker=worker,
+        step=Step(prompt_tokens=1_000),
+        placement=Placement(PlacementAction.REMOTE_PREFILL, "b", "a"),
+        view=any_view,
+        terms=any_view,
+        decision=None,
+        decoded={},
+    )
+    ledger.sent(placed, Work.of(placed.step, placed.placement), 0.0)
+    once = ledger.view(0.0).prefill_demand
+    placer.on_prefilled(placed, answer, problem, 0.0)
+    assert ledger.view(0.0).prefill_demand == pytest.approx(prefills * once)
+    views.close()
 
 
 def test_a_prefill_that_fails_after_its_decoder_left_the_fleet_costs_no_answer() -> None:

@@ -269,11 +269,9 @@ class RayRouter:
     def in_flight(self) -> dict[str, int]:
         return {x.name: x.in_flight for x in self.router._placing.replicas.workers}
 
-    def pending(self, name: str) -> Any:
+    def pending(self, name: str, method: str = "completions") -> Any:
         """Return a request as Ray has it. To be called on the event loop."""
-        metadata = SimpleNamespace(
-            internal_request_id=name, call_method="completions", session_id=""
-        )
+        metadata = SimpleNamespace(internal_request_id=name, call_method=method, session_id="")
         return SimpleNamespace(
             metadata=metadata,
             args=[Request(prompt=PROMPT)],
@@ -282,15 +280,16 @@ class RayRouter:
         )
 
 
-def test_a_request_whose_client_leaves_before_its_replica_has_accepted_counts_nowhere(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("method", ["completions", "__call__"])
+def test_a_request_counts_where_ray_sends_it_and_nowhere_if_its_client_has_left_before(
+    method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = RayRouter(monkeypatch)
 
     async def act() -> None:
         ray.router.update_replicas(ray.replicas)
         [[chosen], [other]] = await ray.router.choose_replicas(
-            ray.replicas, pending := ray.pending("a")
+            ray.replicas, pending := ray.pending("a", method)
         )
         assert ray.in_flight()[chosen.replica_id.unique_id] == 1
         pending.future.set_result(other)  # the chosen one is full
@@ -301,7 +300,7 @@ def test_a_request_whose_client_leaves_before_its_replica_has_accepted_counts_no
         }
         ray.router.on_request_completed(other.replica_id, "a")
         assert set(ray.in_flight().values()) == {0}
-        await ray.router.choose_replicas(ray.replicas, left := ray.pending("b"))
+        await ray.router.choose_replicas(ray.replicas, left := ray.pending("b", method))
         left.future.cancel()  # the client leaves before there is a replica for it
         await asyncio.sleep(0)
         assert set(ray.in_flight().values()) == {0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import msgspec
@@ -160,6 +161,38 @@ def test_a_router_that_dies_leaves_no_load_behind() -> None:
     for _ in range(4):
         routers.round()
     assert left.own("a").prefilling == len(left) == left.num_peers == 0
+
+
+def test_what_a_router_computed_stays_demand_however_its_end_is_known() -> None:
+    """By its message, by one that lacks the request, or because it is not heard any more."""
+    routers = Routers(2)
+    routers.round()
+    named, lacking, _ = (routers.send(1, "a", "a", 3_000) for _ in range(3))
+    routers.round()
+    left, other = routers.all
+    expected = left.view(routers.now_s).prefill_demand
+    other.failed(named, routers.now_s, was_computed=True)
+    routers.round()
+    other.ended(lacking, 7, routers.now_s)
+    routers.round(frozenset({(1, 0)}))
+    for _ in range(100):
+        routers.round()
+    assert (len(left), left.doubts(routers.now_s)) == (1, [])
+    routers.all.pop()
+    for _ in range(int(LEASE_S / STEP_S) + 2):
+        routers.round()
+    assert len(left) == 0
+    passed_s = routers.now_s - 100.0 - 2 * STEP_S
+    assert left.view(routers.now_s).prefill_demand == pytest.approx(
+        expected * math.exp(-passed_s / 60.0)
+    )
+    routers = Routers(2)
+    routers.round()
+    failed = routers.send(1, "a", "a", 3_000)
+    routers.round()
+    routers.all[1].failed(failed, routers.now_s)
+    routers.round()
+    assert routers.all[0].view(routers.now_s).prefill_demand == pytest.approx(0.0)
 
 
 def test_without_exchanges_a_router_goes_on_with_its_own_and_says_so() -> None:

@@ -80,6 +80,14 @@ def test_a_request_that_is_sent_again_is_demand_once() -> None:
     assert ledger.view(0.0).prefill_demand == pytest.approx(expected), "it has computed"
 
 
+def test_a_prefill_that_was_computed_stays_demand_if_its_request_fails() -> None:
+    ledger = Ledger(pair(), LIMITS)
+    ledger.sent("x", work(), 0.0)
+    expected = ledger.view(0.0).prefill_demand
+    ledger.failed("x", 0.0, was_computed=True)
+    assert ledger.view(0.0).prefill_demand == expected > 0.0
+
+
 def test_a_prefill_that_was_handed_off_stays_demand_if_its_decode_fails() -> None:
     ledger = Ledger(pair(), LIMITS)
     ledger.sent("x", remote(), 0.0)

@@ -162,8 +162,7 @@ def test_a_partial_last_block_is_no_chunk() -> None:
     assert listed.sealed_bytes == 3 * CHUNK_BYTES
 
 
-def test_a_request_without_a_session_is_placed_as_a_router_would() -> None:
-    """The price of copies is higher for sessions where caches are full."""
+def test_a_router_remembers_no_session_of_a_request_without_one() -> None:
     run = run_of(trace_of(Session("a", (prompt(0, 1_024),), 0.0, is_named=False)), fleet(2))
     assert [len(router.ledger.sessions) for router in run.routers.routers] == [0]
     assert len(run.tally.task_s) == 1

@@ -32,12 +32,16 @@ LATER_S = READ_S / 2
 
 
 def stored(
-    *sessions: Session, dram_bytes: int = 16 * GIB, model: str = DENSE
+    *sessions: Session,
+    dram_bytes: int = 16 * GIB,
+    model: str = DENSE,
+    restores: str = "always_load",
+    bytes_per_s: float = BYTES_PER_S,
 ) -> tuple[FleetSimulation, Worker]:
     """Return a simulation whose only worker has 100 chunks of `TURN` on its SSD."""
-    cost_model = costs(model, bytes_per_s=BYTES_PER_S)
+    cost_model = costs(model, bytes_per_s=bytes_per_s)
     spec = fleet(1, model, TierBytes(16 * GIB, dram_bytes, 16 * GIB), cost_model=cost_model)
-    run = simulation(spec, *sessions, policy="colocated+restores=always_load")
+    run = simulation(spec, *sessions, policy=f"colocated+restores={restores}")
     (worker,) = run.workers.values()
     checkpoints = [100] if model == HYBRID else []
     worker.memory.ssd.add(TURN.blocks.head(100), 100, checkpoints, worker.memory.next_tick())
@@ -107,6 +111,44 @@ def test_what_no_other_request_reads_is_read_after_it() -> None:
     assert (second.hits.hbm, second.hits.ssd) == (61 * 256, 39 * 256)
     assert second.staged_s == pytest.approx(READ_S + 1e-4 - LATER_S / 2)
     assert third.staged_s < second.staged_s
+
+
+@pytest.mark.parametrize("shared", [101, 90, 10])
+def test_what_is_shared_of_a_read_is_no_queue_before_it(shared: int) -> None:
+    """A read of 79 chunks is faster than computing them, and after another such read it is not.
+
+    The second prompt has all 79, or 10 of them and others on the SSD.
+    """
+    blocks = BlockRuns.of_runs((*TURN.blocks.head(shared).runs, (500, 101 - shared)))
+    other = replace(TURN, blocks=blocks)
+    run, worker = stored(
+        Session("a", (TURN,), 0.0), Session("b", (other,), 1e-3),
+        restores="cost", bytes_per_s=17e9,
+    )  # fmt: skip
+    worker.memory.ssd.add(blocks.head(100), 100, [], worker.memory.next_tick())
+    requests = ran(run)
+    assert requests[0].hits.ssd == 79 * 256
+    assert requests[1].hits.ssd == (79 * 256 if shared > 10 else 0)
+
+
+def test_room_is_taken_once_for_what_two_reads_bring() -> None:
+    """The second request has in pages what is read into DRAM for the first one."""
+    short = replace(prompt(0, 61 * 256), output_tokens=1)
+    run, worker = stored(Session("a", (short,), 0.0), Session("b", (TURN,), LATER_S))
+    memory, seen = worker.memory, list[int]()
+
+    def cache() -> None:
+        memory.hbm.add(TURN.blocks.head(60), 60, (), memory.next_tick())
+
+    def look() -> None:
+        seen.append(memory.dram.reserved_bytes // CHUNK_BYTES)
+
+    for at_s, act in ((0.9 * LATER_S, cache), (0.9 * LATER_S, look), (1.01 * LATER_S, look)):
+        run.loop.at(at_s, act)
+    ran(run)
+    assert seen == [60, 100]
+    assert worker.flows.staged.chunks == 100
+    assert memory.dram.match(TURN.blocks).chunks == 101
 
 
 def test_a_read_keeps_what_it_continues_and_what_it_reads() -> None:

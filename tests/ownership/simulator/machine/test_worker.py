@@ -58,6 +58,18 @@ def test_an_ssd_is_read_after_the_chunks_that_a_peer_sends() -> None:
     assert not any(one.pins for one in (reader.dram.root, *reader.dram.runs()))
 
 
+def test_pages_that_no_router_knows_are_no_queue_in_the_engine() -> None:
+    """A prompt of which 8 of 9 chunks are in pages waits behind a long one."""
+    first, second = prompt(500, 64 * 256), prompt(0, 9 * 256)
+    run = simulation(fleet(), Session("a", (first,), 0.0), Session("b", (second,), 1e-3))
+    (worker,) = run.workers.values()
+    worker.memory.hbm.add(second.blocks.head(8), 8, (), worker.memory.next_tick())
+    seen: list[int] = []
+    run.loop.at(2e-3, lambda: seen.extend(x.expected_tokens for x in worker.engine.waiting))
+    run.run()
+    assert seen == [256]
+
+
 def test_a_request_that_waits_for_its_state_counts_as_waiting() -> None:
     """It is read from a peer, then from an SSD, computed, and read by the worker that decodes."""
     spec = fleet(2, roles=PAIR, cost_model=costs(bytes_per_s=10e9))

@@ -176,7 +176,7 @@ def test_a_damaged_trace_is_named(
     assert "chat.jsonl:12: not JSON" in capsys.readouterr().err
 
 
-def test_the_help_names_everything_that_can_be_swept(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_names_everything_that_can_be_swept() -> None:
     (option,) = (x for x in get_type_hints(simulate, include_extras=True)["sweep"].__metadata__)
     *names, last = SWEPT
     assert option.help == f"Values of {', '.join(names)} or {last}. May be repeated."
