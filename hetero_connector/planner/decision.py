@@ -147,8 +147,9 @@ class CandidateSet:
 class RestoreDecision:
     """The plan for one request, and its predicted cost.
 
-    `declined` and `candidates` are computed when they are first asked for, from prices
-    of the moment of decision, so that they need not delay the first token.
+    `declined` and `candidates` are computed when they are first asked for, from prices of the
+    moment of decision, so that they need not delay the first token unless a load is due to be
+    tried.
     """
 
     plan: RestorePlan | None

@@ -80,8 +80,8 @@ class LoadModel:
         self._try_from_s: dict[_Kind, float] = {}
         """Clock time from which one of these loads, which were declined, is due to be tried."""
         self._due: set[_Kind] = set()
-        self._tried: dict[Tier, _Kind] = {}
-        """The latest load that was tried, until the next load from its tier has ended."""
+        self._tried: set[_Kind] = set()
+        """The kinds of loads that were tried, until one of each has ended."""
 
     def rates(self, tier: Tier) -> TierRates:
         """The present fit; the same object until the next `observe`."""
@@ -115,12 +115,14 @@ class LoadModel:
         predicted_s = self.predict(
             tier, bytes_by_type, in_flight_bytes, while_computing=while_computing
         )
-        tried = self._tried.pop(tier, None)
         if at_least and predicted_s >= seconds:
             return
         if any(bytes_by_type.values()) and 0.0 < seconds < math.inf:
-            if tried and seconds < _RECOVERED * predicted_s:
-                self._due.add(tried)
+            kind = tier, _size_class(sum(bytes_by_type.values()))
+            self._forget_declined(kind)
+            if kind in self._tried and seconds < _RECOVERED * predicted_s:
+                self._due.add(kind)
+            self._tried.discard(kind)
             self._tiers[tier].observe(bytes_by_type, seconds, in_flight_bytes, while_computing)
 
     def predict(
@@ -141,15 +143,15 @@ class LoadModel:
         return size_bytes * self.rates(tier).seconds_per_byte[state_type]
 
     def on_declined(self, tier: Tier, size_bytes: float, now_s: float) -> None:
-        """Note that a load was declined for its cost; every ten minutes one becomes due.
+        """Note that a load was declined for its cost.
 
+        If for ten minutes such loads were declined and none was made, one is due to be tried.
         Otherwise a disk that was slow once is never tried again, and its recovery never noticed.
         Sizes are counted separately, for many small ones may be declined rightly. `now_s`: any
         clock, always the same.
         """
         kind = tier, _size_class(size_bytes)
         if now_s >= self._try_from_s.setdefault(kind, now_s + _TRY_AFTER_S):
-            del self._try_from_s[kind]
             self._due.add(kind)
 
     @property
@@ -157,15 +159,23 @@ class LoadModel:
         """True if some load is to be tried although it will be declined."""
         return bool(self._due)
 
-    def take_due(self, declined: Mapping[Tier, float]) -> Mapping[Tier, TierRates]:
+    def due(self, declined: Mapping[Tier, float]) -> dict[Tier, TierRates]:
         """The tiers, among these with the declined bytes, from which a load is due to be tried.
 
-        Each with the rates before any load, at which to price it. They are due no more.
+        Each with the rates before any load, at which to price it.
         """
-        due = self._due & {(tier, _size_class(n)) for tier, n in declined.items()}
-        self._due -= due
-        self._tried |= {kind[0]: kind for kind in due}
-        return {tier: self._tiers[tier].default for tier, _ in due}
+        kinds = self._due & {(tier, _size_class(n)) for tier, n in declined.items()}
+        return {tier: self._tiers[tier].default for tier, _ in kinds}
+
+    def on_tried(self, tier: Tier, size_bytes: float) -> None:
+        """Note that a load that was due is being made: it is due no more."""
+        kind = tier, _size_class(size_bytes)
+        self._forget_declined(kind)
+        self._tried.add(kind)
+
+    def _forget_declined(self, kind: _Kind) -> None:
+        self._try_from_s.pop(kind, None)
+        self._due.discard(kind)
 
 
 _FAST_TIERS = {Tier.DRAM: (2e-4, 1 / 10e9), Tier.SSD: (1e-3, 1 / 3e9), Tier.PEER: (2e-3, 1 / 3e9)}

@@ -135,6 +135,10 @@ class RestorePlanner:
             return RestoreDecision(plan, terms, considered, by_cost=False)
 
         decision, loads = decide({}), self.costs.load
-        if loads.has_due and (tried := loads.take_due(decision.declined)):
-            return decide(tried)
+        if loads.has_due and (due := loads.due(decision.declined)):
+            trying = decide(due)
+            if trying.plan and (tried := trying.plan.source_tiers & due.keys()):
+                for tier in tried:
+                    loads.on_tried(tier, decision.declined[tier])
+                return trying
         return decision

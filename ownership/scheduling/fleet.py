@@ -294,8 +294,8 @@ class FleetView:
         self.prefill_demand = 0.0
         """Workers that the prefills placed lately keep busy (`roles.PrefillDemand`)."""
         self.groups: Mapping[str, int] | None = None
-        """Workers of one number read each other's state, those without one nobody's. None: all
-        read each other's."""
+        """The workers that read each other's state have the same number; one without a number
+        reads no other's. None: all read each other's."""
 
     def __len__(self) -> int:
         return len(self.names)

@@ -59,3 +59,18 @@ def test_a_job_that_never_ends_is_seen_to_be_late_and_fills_the_queue(
     assert waiting[2].result(60) == 0
     assert thread.busy_s == 0.0
     thread.close()
+
+
+def test_a_job_that_was_cancelled_before_its_turn_is_left_out() -> None:
+    thread, release, seen = BackgroundThread("test"), threading.Event(), list[int]()
+    hung = thread.submit(lambda: release.wait(60.0))
+    cancelled = thread.submit(lambda: seen.append(1))
+    last = thread.submit(lambda: seen.append(2))
+    assert hung is not None
+    assert cancelled is not None
+    assert last is not None
+    assert cancelled.cancel()
+    release.set()
+    last.result(60)
+    assert seen == [2]
+    thread.close()

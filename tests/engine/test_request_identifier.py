@@ -298,6 +298,25 @@ def test_embeddings_are_digested_on_a_thread_of_their_own_however_long_that_take
     assert isinstance(found(identifier, asked), RequestIdentity)
 
 
+def test_embeddings_of_a_request_that_has_gone_are_not_digested(
+    identifier: RequestIdentifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, alive = (request(prompt_embeds=torch.randn(1100, 8)) for _ in range(2))
+    digested, digest = list[torch.Tensor](), request_identifier.row_digests
+
+    def digest_and_note(embeddings: torch.Tensor) -> bytes:
+        digested.append(embeddings)
+        return digest(embeddings)
+
+    monkeypatch.setattr(request_identifier, "row_digests", digest_and_note)
+    with busy_with_embeddings(identifier):
+        identifier.begin(gone)
+        identifier.begin(alive)
+        identifier.forget(gone.request_id)
+    assert isinstance(found(identifier, alive), RequestIdentity)
+    assert [x is alive.prompt_embeds for x in digested] == [True]
+
+
 def test_embeddings_that_cannot_be_digested_are_not_cached(
     identifier: RequestIdentifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,11 +427,14 @@ def test_of_a_request_that_has_waited_only_the_adapters_check_is_waited_for(
         until(lambda: identifier.adapter_thread._job_started_s is None)
         monkeypatch.setattr(request_identifier, "wait", lambda those, timeout: waited.append(those))
         clock.now_s = 100.0
-        with disk_that_does_not_answer(monkeypatch):
-            assert identifier.identify(asked) is UnidentifiedReason.PENDING
-            assert waited == [[reading.lora]]
-            clock.passes(3.0)
-            assert identifier.identify(asked) is UnidentifiedReason.NEVER
+        assert identifier.identify(asked) is UnidentifiedReason.PENDING
+        assert not waited, "the files may change while the embeddings are digested"
+    until(lambda: reading.embeddings is not None and reading.embeddings.done())
+    with disk_that_does_not_answer(monkeypatch):
+        assert identifier.identify(asked) is UnidentifiedReason.PENDING
+        assert waited == [[reading.lora]]
+        clock.passes(3.0)
+        assert identifier.identify(asked) is UnidentifiedReason.NEVER
 
 
 def test_what_vllm_has_loaded_counts_and_not_what_its_first_request_finds(

@@ -142,14 +142,29 @@ def test_of_declined_loads_one_is_due_every_ten_minutes_however_many_there_are()
     assert not model.has_due
     model.on_declined(Tier.SSD, 10**8, 600.0)
     assert model.has_due
-    assert not model.take_due({Tier.PEER: 10**8, Tier.DRAM: 10**8})
-    assert model.take_due({Tier.SSD: 10**8}).keys() == {Tier.SSD}
+    assert not model.due({Tier.PEER: 10**8, Tier.DRAM: 10**8})
+    assert model.due({Tier.SSD: 10**8}).keys() == {Tier.SSD}
+    model.on_tried(Tier.SSD, 10**8)
     assert not model.has_due
     model.on_declined(Tier.SSD, 10**8, 601.0)
     model.on_declined(Tier.SSD, 10**8, 1_200.0)
-    assert not model.take_due({Tier.SSD: 10**8})
+    assert not model.has_due
     model.on_declined(Tier.SSD, 10**8, 1_201.0)
-    assert model.take_due({Tier.SSD: 10**8})
+    assert model.has_due
+
+
+def test_what_is_declined_now_and_then_and_loaded_otherwise_is_not_due() -> None:
+    """A queue before the disk is a reason to compute, and no reason to try the disk."""
+    model = LoadModel([KV])
+    for minute in range(60):
+        model.on_declined(Tier.SSD, 10**8, 60.0 * minute)
+        model.observe(Tier.SSD, {KV: 10**8}, 0.5)
+    assert not model.has_due
+    for now_s in (3_600.0, 4_200.0):
+        model.on_declined(Tier.SSD, 10**8, now_s)
+    assert model.has_due
+    model.observe(Tier.SSD, {KV: 10**8}, 0.5)
+    assert not model.has_due
 
 
 def test_small_loads_that_are_declined_take_no_turn_of_large_ones() -> None:
@@ -157,9 +172,9 @@ def test_small_loads_that_are_declined_take_no_turn_of_large_ones() -> None:
     for now_s in (0.0, 600.0):
         model.on_declined(Tier.SSD, 10**5, now_s)
         model.on_declined(Tier.SSD, 10**8, now_s)
-    assert model.take_due({Tier.SSD: 10**5})
-    assert not model.take_due({Tier.SSD: 10**5})
-    assert model.take_due({Tier.SSD: 10**8})
+    model.on_tried(Tier.SSD, 10**5)
+    assert not model.due({Tier.SSD: 10**5})
+    assert model.due({Tier.SSD: 10**8})
 
 
 def test_what_is_tried_is_priced_as_before_the_first_load() -> None:
@@ -168,7 +183,7 @@ def test_what_is_tried_is_priced_as_before_the_first_load() -> None:
         model.observe(Tier.SSD, {KV: 10**8}, 5.0)
     for now_s in (0.0, 600.0):
         model.on_declined(Tier.SSD, 10**8, now_s)
-    tried = model.take_due({Tier.SSD: 10**8})[Tier.SSD].seconds({KV: 10**8}, 10**7)
+    tried = model.due({Tier.SSD: 10**8})[Tier.SSD].seconds({KV: 10**8}, 10**7)
     assert tried == pytest.approx(LoadModel([KV]).predict(Tier.SSD, {KV: 10**8}, 10**7))
 
 
@@ -183,7 +198,8 @@ def test_an_hour_of_small_loads_that_are_declined_takes_nothing_from_what_is_kno
     known = model.rates(Tier.SSD)
     for tenth in range(36_000):
         model.on_declined(Tier.SSD, 10**5, 0.1 * tenth)
-        model.take_due({Tier.SSD: 10**5})
+        if model.has_due:
+            model.on_tried(Tier.SSD, 10**5)
     assert model.rates(Tier.SSD) is known
     model.observe(Tier.SSD, {KV: 10**8}, 50.0)
     assert model.predict(Tier.SSD, {KV: 10**8}) == pytest.approx(0.5, rel=0.1)
@@ -198,8 +214,11 @@ def test_another_load_is_due_at_once_if_the_one_that_was_tried_took_half_as_long
     for seconds, is_due in ((4.0, False), (0.1, True)):
         for now_s in (0.0, 600.0):
             model.on_declined(Tier.SSD, 10**8, now_s)
-        assert model.take_due({Tier.SSD: 10**8})
-        model.observe(Tier.PEER, size, 0.1)  # proves nothing about the SSD
+        assert model.has_due
+        model.on_tried(Tier.SSD, 10**8)
+        model.observe(Tier.PEER, size, 0.1)  # this and the next two prove nothing about it
+        model.observe(Tier.SSD, {KV: 10**5}, 1e-4)
+        model.observe(Tier.SSD, {}, 1e-4)
         assert not model.has_due
         model.observe(Tier.SSD, size, seconds)
         assert model.has_due == is_due

@@ -339,6 +339,19 @@ def test_a_disk_that_is_slow_is_tried_once_in_ten_minutes() -> None:
     assert loaded == [61, 123, 185]
 
 
+def test_a_try_is_not_spent_by_a_request_that_computes_all_the_same() -> None:
+    costs = CostModel(ComputeRegression(ComputeCoefficients(0.01, 1e-4, 0.0)), LoadModel([KV]))
+    for _ in range(20):
+        costs.load.observe(Tier.SSD, {KV: 24_000}, 6.0)
+    case = case_of(full_chain(*[Tier.SSD] * 6, model=DENSE), costs, DENSE)
+    for now_s in (0.0, 600.0):
+        for tier, size_bytes in case.decide().declined.items():
+            costs.load.on_declined(tier, size_bytes, now_s)
+    assert case.decide(deadline_s=1e-6).plan is None
+    assert case.decide().plan is not None
+    assert case.decide().plan is None
+
+
 def test_the_bytes_of_a_declined_tier_include_its_largest_checkpoint() -> None:
     """Only the fourth of six chunks has a window, and only that is on SSD."""
     kv = in_tier(Tier.DRAM, KV)

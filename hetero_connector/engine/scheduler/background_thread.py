@@ -16,6 +16,7 @@ _MAX_JOBS = 1024
 class BackgroundThread:
     """Runs jobs one after another. A job that never ends blocks the jobs after it, nothing else.
 
+    A job whose future was cancelled before its turn is left out.
     The thread starts with the first job. It is a daemon, so a process can exit while a job reads.
     `submit` and `busy_s` are called from one thread.
     """
@@ -52,11 +53,12 @@ class BackgroundThread:
     def _run(self) -> None:
         while (entry := self._jobs.get()) is not None:
             future, job = entry
-            self._job_started_s = self._clock()
-            try:
-                future.set_result(job())
-            except Exception as error:  # raised by the future's result
-                future.set_exception(error)
-            finally:
-                self._job_started_s = None
+            if future.set_running_or_notify_cancel():
+                self._job_started_s = self._clock()
+                try:
+                    future.set_result(job())
+                except Exception as error:  # raised by the future's result
+                    future.set_exception(error)
+                finally:
+                    self._job_started_s = None
             del entry, future, job  # so that the thread keeps no object alive while it waits

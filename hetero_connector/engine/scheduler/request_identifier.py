@@ -147,7 +147,13 @@ class RequestIdentifier:
     def forget(self, request_id: str) -> None:
         """Drop a request that has finished."""
         self._results.pop(request_id, None)
-        self._readings.pop(request_id, None)
+        self._drop_reading(request_id)
+
+    def _drop_reading(self, request_id: str) -> None:
+        """Forget what is being read for a request; what has not begun is not read."""
+        reading = self._readings.pop(request_id, None)
+        for future in [] if reading is None else reading.futures:
+            future.cancel()
 
     @property
     def adapters(self) -> Mapping[str, bytes]:
@@ -215,7 +221,8 @@ class RequestIdentifier:
 
     def _advance(self, request: Request, reading: _Reading) -> None:
         """Finish the reading if it is done or too late."""
-        if not reading.is_checked:
+        others = [future for future in reading.futures if future is not reading.lora]
+        if not reading.is_checked and all(future.done() for future in others):
             reading.is_checked = True
             self._check_adapter(request, reading)
         if reading.is_done:
@@ -284,7 +291,7 @@ class RequestIdentifier:
         return error
 
     def _give_up(self, request: Request, reason: str) -> None:
-        self._readings.pop(request.request_id, None)
+        self._drop_reading(request.request_id)
         self._results[request.request_id] = UnidentifiedReason.NEVER
         if self.media_ids is MediaIds.CONTENT:
             self._record_names(request.mm_features)

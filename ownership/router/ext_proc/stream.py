@@ -317,7 +317,7 @@ def endpoint_of(worker: Worker) -> str:
 async def in_subset(subset: frozenset[str], workers: Iterable[Worker]) -> dict[str, str]:
     """Return the address in a subset of each worker that has one, by `endpoint_of` the worker.
 
-    Names are looked up only if the subset has an address that no worker is configured with.
+    Empty if workers are configured with all addresses of the subset: then no name is looked up.
     """
     by_endpoint = {endpoint_of(worker): worker for worker in workers}
     if subset <= by_endpoint.keys():
