@@ -20,7 +20,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from examples.agent_session import AgentSession
-from examples.checkpoints import checkpoint_name, write_checkpoint
+from examples.checkpoints import add_models, write_checkpoint
 from examples.cpu_kernels import runnable
 from examples.serving import (
     Reply,
@@ -283,13 +283,7 @@ def _say(model: str, message: str) -> None:
 def main() -> int:
     """Play the session with each model and report."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
-    parser.add_argument(
-        "models",
-        nargs="*",
-        type=checkpoint_name,
-        default=MODELS,
-        help=f"default: {' '.join(MODELS)}",
-    )
+    add_models(parser, MODELS)
     parser.add_argument("--dir", type=Path, default=Path(".demo"), help="checkpoints, stores, logs")
     arguments = parser.parse_args()
     stop_servers_on_sigterm()

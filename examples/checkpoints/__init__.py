@@ -15,8 +15,8 @@ import json
 import os
 import shutil
 import tempfile
-from argparse import ArgumentTypeError
-from collections.abc import Callable
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from examples.checkpoints.deepseek_v4 import write_deepseek_v4
 from examples.checkpoints.recipes import RECIPES, write_recipe
 from examples.checkpoints.tokenizer import write_tokenizer
 
-__all__ = ["NAMES", "checkpoint_name", "write_checkpoint"]
+__all__ = ["NAMES", "add_models", "write_checkpoint"]
 
 _REVISION = 2
 """Raise it when a recipe changes: checkpoints already written are made again."""
@@ -41,11 +41,16 @@ NAMES = tuple(sorted(_WRITERS))
 """The names of all checkpoints."""
 
 
-def checkpoint_name(given: str) -> str:
-    """Return a name from a command line. Raises ArgumentTypeError, which argparse reports."""
-    if given not in NAMES:
-        raise ArgumentTypeError(f"no checkpoint {given!r}; there are {', '.join(NAMES)}")
-    return given
+def add_models(parser: ArgumentParser, default: Sequence[str]) -> None:
+    """Let a command line name checkpoints, as `models`. The parser reports an unknown name."""
+
+    def known(given: str) -> str:
+        if given not in NAMES:
+            raise ArgumentTypeError(f"no checkpoint {given!r}; there are {', '.join(NAMES)}")
+        return given
+
+    told = f"default: {' '.join(default)}"
+    parser.add_argument("models", nargs="*", type=known, default=default, help=told)
 
 
 def write_checkpoint(name: str, root: Path | str) -> Path:

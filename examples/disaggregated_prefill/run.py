@@ -14,7 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from examples.checkpoints import checkpoint_name
+from examples.checkpoints import add_models
 from examples.cpu_kernels import runnable
 from examples.disaggregated_prefill.fleet import fleet_of
 from examples.disaggregated_prefill.session import Outcome, play
@@ -73,13 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m examples.disaggregated_prefill.run", description=__doc__
     )
-    parser.add_argument(
-        "models",
-        nargs="*",
-        type=checkpoint_name,
-        default=MODELS,
-        help=f"default: {' '.join(MODELS)}",
-    )
+    add_models(parser, MODELS)
     parser.add_argument("--prefillers", type=int, default=1, metavar="N", help="default: 1")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--dir", type=Path, default=Path(".demo"), help="checkpoints and logs")

@@ -180,8 +180,8 @@ class RestoreDecision:
         """Tiers from which nothing is loaded for its cost, although the request would resume later.
 
         Each with the most bytes that a load from it could have. Includes tiers that are predicted
-        to miss the deadline. Nothing is learned about them this time, so one of them is tried every
-        ten minutes (`LoadModel.on_declined`).
+        to miss the deadline. Nothing is learned about them this time, so after ten minutes without
+        such a load one is tried (`LoadModel.on_declined`).
         """
         plan, at = self.plan, self.considered.boundaries
         if not self.by_cost or at is None:

@@ -7,7 +7,7 @@ of several types are observed as a whole; the fit separates the types. Bytes tha
 already moving go first, at the average rate r of the mix it usually moves. While the engine
 computes, loads take l longer: they share cores and the interpreter. A tier's speed may change
 suddenly (other load, throttling, another path); a few loads are enough to notice. So that there are
-some, one of those that are declined for their cost is tried every ten minutes.
+some, one is tried if for ten minutes loads were declined for their cost and none was made.
 """
 
 from __future__ import annotations

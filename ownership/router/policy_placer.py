@@ -139,8 +139,8 @@ class PolicyPlacer:
         self._by_name: dict[str, Worker] = {}
         """These, by name."""
         self._groups: Mapping[str, int] = {}
-        """Workers of one number name chains alike and share them, so they read each other's. Those
-        that have not told, or share nothing, have none."""
+        """Workers with the same number name chains alike and share them, so they can read each
+        other's state. Those that have not told how, or share nothing, have no number."""
         self._is_one_group = False
         """True if all workers are of one group."""
         self._sessions = BoundedDict[str, _Session](self._limits.max_sessions)
@@ -277,11 +277,10 @@ class PolicyPlacer:
         view, step = self._step(request, body, session_id, view, ledger, groups)
         if isinstance(ledger, SharedLedger):
             view = view.with_doubts(ledger.doubts(now_s))
-        all_read = self._is_one_group and groups is self._groups
-        is_whole = request.is_whole or not (all_read and can_hand_off(body))
+        is_whole = request.is_whole or groups is not None or not can_hand_off(body)
         policy = self._whole_policy if is_whole else self._policy
         fleet = ledger.view(now_s)
-        fleet.groups = None if all_read else groups
+        fleet.groups = groups
         decision = policy.decide(step, fleet)
         placement = whole(decision.placement) if is_whole else decision.placement
         if decision.refusal is not None:  # it fits no worker: one of them says so, in its own words
@@ -331,12 +330,14 @@ class PolicyPlacer:
         self._accepting = frozenset(by_name)
         self._candidates, self._by_name = list(candidates), by_name
 
-    def _present_groups(self) -> Mapping[str, int]:
-        """Return the groups without the workers that the directory lacks; none if it is silent."""
-        gone = self._views.unlisted
+    def _present_groups(self) -> Mapping[str, int] | None:
+        """Return `FleetView.groups`. Workers that the directory lacks are of no group, and none is
+        while it is silent."""
         if not self._views.is_answered:
             return {}
-        return {x: n for x, n in self._groups.items() if x not in gone} if gone else self._groups
+        if gone := self._views.unlisted:
+            return {x: n for x, n in self._groups.items() if x not in gone}
+        return None if self._is_one_group else self._groups
 
     def _step(
         self,
@@ -345,12 +346,12 @@ class PolicyPlacer:
         session_id: str,
         view: PromptView,
         ledger: Ledger,
-        groups: Mapping[str, int],
+        groups: Mapping[str, int] | None,
     ) -> tuple[PromptView, Step]:
         """Return the request as a step.
 
         A view that is not exact gets what the session's last turn has left, if that is more: in
-        DRAM if others can read it there (`groups` has its worker), else in the engine's pages.
+        DRAM if others can read it there (by `FleetView.groups`), else in the engine's pages.
         """
         last = self._sessions.get(session_id)
         prompt_tokens = view.prompt_tokens or _guessed_tokens(request.body)
@@ -363,7 +364,7 @@ class PolicyPlacer:
             known = view.prefixes.get(last.worker, WorkerPrefix())
             if known.local_tokens < boundary:
                 left = WorkerPrefix(boundary, known.dram_tokens, boundary)
-                if last.worker in groups:
+                if groups is None or last.worker in groups:
                     left = WorkerPrefix(known.hbm_tokens, boundary, boundary)
                 prefixes = {**view.prefixes, last.worker: left}
                 view = replace(view, prefixes=prefixes, certainty=Certainty.DEGRADED)

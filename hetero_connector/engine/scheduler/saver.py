@@ -273,7 +273,8 @@ class Saver:
         """Reserve a checkpoint at the end of the match, if the engine's own pages have it."""
         tracker = collected.tracker
         tracker.passes_match = False
-        chunks = tracker.reuse.matched if tracker.reuse is not None else 0
+        assert tracker.reuse is not None  # both are set at its admission
+        chunks = tracker.reuse.matched
         chunk = tracker.chain.ending_at(chunks * self._layout.chunk_tokens)
         missing = self._store.missing(chunk, self._model.boundary_types_at(chunk.end))
         if (

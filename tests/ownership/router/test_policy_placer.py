@@ -571,6 +571,29 @@ def test_a_load_is_read_from_the_metrics_of_all_engines() -> None:
     assert reported_load(without) == WorkerLoad(0, 2, 4, 800)
 
 
+def a_placer() -> tuple[PolicyPlacer, PrefixViews]:
+    """Return a placer that knows no worker yet, and its views, which the test closes."""
+    views = PrefixViews(PromptIdentity(None, ChainCache()), FleetChains(), Trust(), None)
+    policy = scheduling_policy("ownerserve", Random(0))
+    return PolicyPlacer(policy, views, WorkerFigures()), views
+
+
+def handed_off(decoder: str, prefiller: str, prompt_tokens: int, **changed: Any) -> _Planned:
+    """Return a request whose prompt another worker computes. `changed`: of the request."""
+    [worker] = workers_of(decoder)[1]
+    any_view: Any = None
+    return _Planned(
+        request=replace(request(), **changed),
+        worker=worker,
+        step=Step(prompt_tokens=prompt_tokens),
+        placement=Placement(PlacementAction.REMOTE_PREFILL, decoder, prefiller),
+        view=any_view,
+        terms=any_view,
+        decision=None,
+        decoded={},
+    )
+
+
 @pytest.mark.parametrize(
     ("answer", "problem", "prefills"),
     [(b"{}", "", 1), (b"no JSON", "", 2), (b"", "the worker was lost", 1)],
@@ -579,21 +602,9 @@ def test_a_prefill_is_demand_as_often_as_it_was_computed(
     answer: bytes, problem: str, prefills: int
 ) -> None:
     """After an answer that cannot be read the other worker computes it once more."""
-    views = PrefixViews(PromptIdentity(None, ChainCache()), FleetChains(), Trust(), None)
-    placer = PolicyPlacer(scheduling_policy("ownerserve", Random(0)), views, WorkerFigures())
+    placer, views = a_placer()
     placer._ledger = ledger = Ledger(fleet_of(fleet_worker("a"), fleet_worker("b")))
-    [worker] = workers_of("b")[1]
-    any_view: Any = None
-    placed = _Planned(
-        request=replace(request(), is_stream=True),
-        worker=worker,
-        step=Step(prompt_tokens=1_000),
-        placement=Placement(PlacementAction.REMOTE_PREFILL, "b", "a"),
-        view=any_view,
-        terms=any_view,
-        decision=None,
-        decoded={},
-    )
+    placed = handed_off("b", "a", 1_000, is_stream=True)
     ledger.sent(placed, Work.of(placed.step, placed.placement), 0.0)
     once = ledger.view(0.0).prefill_demand
     placer.on_prefilled(placed, answer, problem, 0.0)
@@ -603,21 +614,9 @@ def test_a_prefill_is_demand_as_often_as_it_was_computed(
 
 def test_a_prefill_that_fails_after_its_decoder_left_the_fleet_costs_no_answer() -> None:
     """The worker ends what it has begun, and is not in the ledger any more."""
-    views = PrefixViews(PromptIdentity(None, ChainCache()), FleetChains(), Trust(), None)
-    placer = PolicyPlacer(scheduling_policy("ownerserve", Random(0)), views, WorkerFigures())
+    placer, views = a_placer()
     placer._ledger = Ledger(fleet_of(fleet_worker("a")))
-    [worker] = workers_of("gone")[1]
-    any_view: Any = None
-    placed = _Planned(
-        request=request(),
-        worker=worker,
-        step=Step(prompt_tokens=10),
-        placement=Placement(PlacementAction.REMOTE_PREFILL, "gone", "also gone"),
-        view=any_view,
-        terms=any_view,
-        decision=None,
-        decoded={},
-    )
+    placed = handed_off("gone", "also gone", 10)
     placer.on_prefilled(placed, b"", "the worker was lost", 1.0)
     assert placed.placement == Placement(PlacementAction.COLOCATED_PREFILL, "gone", "gone")
     placer.on_first_byte(placed, 2.0)
