@@ -449,13 +449,13 @@ def test_adapter_requests_under_way_are_not_stored_once_its_weights_were_replace
     running = FakeRequest("b", tokens(400), lora_request=lora)
     waiting = FakeRequest("c", tokens(200), lora_request=lora)
     assert dense.admit(running) == 192
-    assert dense.side.match(waiting, 0)[0] == 192  # type: ignore[arg-type]
+    assert dense.answered(waiting) == 192
     replaced = LoRARequest("x", 1, str(tmp_path / "other"), load_inplace=True)
     dense.side.identifier.on_adapter_loaded(replaced, b"other")
     assert dense.step(b=208).saves == []
     dense.finish(running)
     assert dense.step().early_saves == []
-    assert dense.side.match(waiting, 0)[0] == 0  # type: ignore[arg-type]
+    assert dense.answered(waiting) == 0
     assert dense.run(FakeRequest("d", tokens(200))) == 0
     assert dense.run(FakeRequest("e", tokens(200))) == 192, "the model itself is not concerned"
 
