@@ -33,11 +33,11 @@ CASES = {
     case.model: case
     for case in (
         Case("dense-bench", 8100, 8448, blocks=853, rounds=5, streams=3),
-        Case("gemma3", 8196, 8448, blocks=1365, rounds=5, restores=5, streams=3),
-        Case("gptoss", 8196, 8448, blocks=1088, rounds=5, restores=5, streams=3),
-        Case("deepseek_v4", 3844, 4096, blocks=2895, rounds=5, restores=5, streams=3),
+        Case("gemma3", 8196, 8448, blocks=1365, rounds=5, restores=20, streams=3),
+        Case("gptoss", 8196, 8448, blocks=1088, rounds=5, restores=20, streams=3),
+        Case("deepseek_v4", 3844, 4096, blocks=2895, rounds=5, restores=20, streams=3),
         Case(
-            "qwen3_next", 3844, 4096, blocks=44, rounds=5, restores=5, streams=3, chunk_tokens=640
+            "qwen3_next", 3844, 4096, blocks=44, rounds=5, restores=20, streams=3, chunk_tokens=640
         ),
     )
 }

@@ -23,7 +23,8 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     the others that answered right; the worst model. There is none if one of them added nothing: the
     machine was too noisy. `dram_over_memcpy`: the same over a copy of the useful bytes; the worst
     model with large restores, none if a copy was disturbed. `restore_fixed_ms`: what it adds
-    beyond the copy; the worst model with small restores. `ssd_over_limit`: bandwidth after a
+    beyond the copy; the worst model with small restores. `restore_fixed_error_ms`: half of its 95 %
+    confidence interval, which is the noise of the machine. `ssd_over_limit`: bandwidth after a
     restart over the device's limit; the worst model with large restores. `ssd_over_verified_limit`:
     over the limit into memory as idle as the engine's, with checksums. `rivals_run`: others that
     restored and answered right with at least one model. `wrong_answers_ours`: cases and faults.
@@ -48,9 +49,11 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     if known and len(known) == len(over_copies):
         found["dram_over_memcpy"] = max(known)
     if small:
-        found["restore_fixed_ms"] = 1e3 * max(
-            (row.added_s or 0.0) - row.seconds["memcpy"] for row in small
-        )
+        fixed = {(row.added_s or 0.0) - row.seconds["memcpy"]: row for row in small}
+        found["restore_fixed_ms"] = 1e3 * max(fixed)
+        error_s = fixed[max(fixed)].added_error_s
+        if error_s is not None:
+            found["restore_fixed_error_ms"] = 1e3 * error_s
     for limit in ("limit", "verified limit"):
         ratios = [x for x in (row.over_disk_limit(limit) for row in large) if x is not None]
         if ratios:
@@ -126,7 +129,7 @@ def _times(rows: Iterable[Row]) -> str:
         seconds = row.seconds
         line = [row.contestant]
         line += [_ms(seconds.get(name)) for name in ("cold save", "local", "memory")]
-        line += [_ms(row.added_s), _over_memcpy(row)]
+        line += [_with_error(row), _over_memcpy(row)]
         line += [_ms(row.after_s.get(how)) for how in _HOW[1:]]
         line += [_tokens(row), _answers(row)]
         shown.append(line)
@@ -179,6 +182,11 @@ def _over_memcpy(row: Row) -> str:
     if row.has_disturbed_memcpy:
         return f"no: memcpy varied {row.spread['memcpy']:.0f}-fold"
     return _number(row.memcpy_ratio)
+
+
+def _with_error(row: Row) -> str:
+    error = "" if row.added_error_s is None else f" ± {_ms(row.added_error_s)}"
+    return _ms(row.added_s) + error
 
 
 def _tokens(row: Row) -> str:

@@ -54,6 +54,8 @@ class Row:
     """Seconds of a stream of prompts that never hit, over the same without a connector."""
     added_s: float | None = None
     """The time that a restore from memory adds to the engine's own prefix hit."""
+    added_error_s: float | None = None
+    """Half of the 95 % confidence interval of `added_s`."""
     added_over_memcpy: float | None = None
     """The same over a plain copy of the useful bytes, each of the same turn."""
     after_s: dict[str, float | None] = field(default_factory=dict)

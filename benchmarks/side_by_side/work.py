@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -482,6 +483,7 @@ class _Run:
             prefill_ratio=samples.paired_ratio("cold save", "cold plain"),
             decode_ratio=samples.paired_ratio("decode save", "decode plain"),
             added_s=_paired_difference(samples, "memory", "local"),
+            added_error_s=_error(samples, "memory", "local"),
             added_over_memcpy=_added_over_memcpy(samples),
             power=self._reference.power(),
             restored_tokens={"memory": min(restored, default=0)},
@@ -552,10 +554,28 @@ class _Run:
 
 def _paired_difference(samples: Samples, name: str, other: str) -> float | None:
     """Return the median difference of samples that were taken together."""
-    if name not in samples.by_name:
+    differences = _differences(samples, name, other)
+    return statistics.median(differences) if differences else None
+
+
+def _error(samples: Samples, name: str, other: str) -> float | None:
+    """Return half of the 95 % confidence interval of `_paired_difference`; None for a few pairs.
+
+    By ranks, so it supposes nothing of the noise: the median lies between two of the differences.
+    """
+    differences = sorted(_differences(samples, name, other))
+    number = len(differences)
+    first = math.floor((number - 1.96 * math.sqrt(number)) / 2)
+    if first < 1:
         return None
+    return (differences[number - first] - differences[first - 1]) / 2
+
+
+def _differences(samples: Samples, name: str, other: str) -> list[float]:
+    if name not in samples.by_name:
+        return []
     pairs = zip(samples.by_name[name], samples.by_name[other], strict=True)
-    return statistics.median(a - b for a, b in pairs)
+    return [a - b for a, b in pairs]
 
 
 def _added_over_memcpy(samples: Samples) -> float | None:

@@ -12,6 +12,7 @@ that fails at the first chunk has hashed one chunk.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
 import sys
 from array import array
@@ -137,13 +138,11 @@ class RequestChain:
         self._token_ids.extend(token_ids)
 
     def chunks(self, limit_tokens: int | None = None) -> Iterator[ChunkRange]:
-        """Yield the full chunks that end at or before `limit_tokens`, hashed one by one."""
+        """Iterate over the full chunks up to `limit_tokens`, which are hashed one by one."""
         limit = self.num_tokens if limit_tokens is None else min(limit_tokens, self.num_tokens)
         count = limit // self._hasher.chunk_tokens
         hashed = self._chunks[:count]
-        yield from hashed
-        for index in range(len(hashed), count):
-            yield self._chunk(index)
+        return itertools.chain(hashed, map(self._chunk, range(len(hashed), count)))
 
     def last_hashed(self, limit_tokens: int) -> ChunkRange | None:
         """Return the last full chunk up to `limit_tokens` that has been hashed; None for none."""

@@ -28,6 +28,7 @@ from benchmarks.side_by_side.work import (
     Case,
     References,
     _added_over_memcpy,
+    _error,
     cause,
     useful_bytes,
 )
@@ -87,6 +88,26 @@ def test_what_a_restore_adds_is_compared_with_the_copy_of_its_turn() -> None:
     samples = Samples({"memory": [2.0, 3.0, 9.0], "local": [1.0] * 3, "memcpy": [2.0, 2.0, 8.0]})
     assert _added_over_memcpy(samples) == 1.0
     assert _added_over_memcpy(Samples({"local": [1.0]})) is None
+
+
+def test_the_error_of_a_difference_is_half_of_the_interval_between_two_of_the_pairs() -> None:
+    differences = [float(x) for x in range(100)]
+    samples = Samples({"memory": [1.0 + x for x in differences], "local": [1.0] * 100})
+    assert _error(samples, "memory", "local") == (60.0 - 39.0) / 2
+    few = Samples({"memory": [2.0, 3.0], "local": [1.0, 1.0]})
+    assert _error(few, "memory", "local") is None
+    assert _error(Samples({"local": [1.0]}), "memory", "local") is None
+
+
+def test_the_fixed_part_of_a_restore_is_shown_with_its_error() -> None:
+    rows = [
+        row("heterocache", model, added, useful_bytes=2_000_000, added_error_s=error)
+        for model, added, error in (("gemma3", 0.030, 0.002), ("gptoss", 0.028, 0.009))
+    ]
+    figures = report.figures(rows)
+    assert figures["restore_fixed_ms"] == pytest.approx(5.0)
+    assert figures["restore_fixed_error_ms"] == 2.0
+    assert "30.0 ± 2.0" in report.tables(rows)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(0.01, -0.01), (-0.01, 0.01), (0.01, 0.0)])

@@ -148,9 +148,11 @@ class Restore:
 
     def count_uses(self, tick: int) -> list[Artifact]:
         """Count one use of each artifact that arrived or was there; return them."""
-        used = list(self._used())
+        used: list[Artifact] = []
+        for kind, artifacts in self._used():
+            self._count_dram_hits(kind, artifacts)
+            used += artifacts
         self._catalog.tiers.mark_used(used, tick)
-        self._count_dram_hits(used)
         return used
 
     def end(self) -> None:
@@ -271,22 +273,27 @@ class Restore:
         loads.queue(load)
         return load
 
-    def _used(self) -> Iterator[Artifact]:
-        """Yield what arrived or was there, as far as the index still knows it."""
-        nodes = self._catalog.tiers.index.nodes
-        for (kind, chunks), offsets in zip(self._wanted, self._columns, strict=True):
-            for stored, offset in zip(chunks, offsets, strict=True):
-                node = nodes.get(stored.chunk.key)
-                if offset >= 0 and node is not None and kind in node.artifacts:
-                    yield node.artifacts[kind]
+    def _used(self) -> Iterator[tuple[StateType, list[Artifact]]]:
+        """Yield what arrived or was there of each `Wanted`, as far as the index still knows it.
 
-    def _count_dram_hits(self, used: Sequence[Artifact]) -> None:
-        read: dict[StateType, int] = {}
-        for artifact in used:
-            if not self._places or artifact.id not in self._places:
-                kind = artifact.state_type
-                read[kind] = read.get(kind, 0) + artifact.size_bytes
-        for kind, size_bytes in read.items():
+        A long prompt has thousands of artifacts, most in columns over the same list of chunks.
+        """
+        nodes = self._catalog.tiers.index.nodes
+        known: dict[int, list[Mapping[StateType, Artifact]]] = {}
+        for (kind, chunks), offsets in zip(self._wanted, self._columns, strict=True):
+            if id(chunks) not in known:
+                found = (nodes.get(stored.chunk.key) for stored in chunks)
+                known[id(chunks)] = [{} if node is None else node.artifacts for node in found]
+            held = [artifacts.get(kind) for artifacts in known[id(chunks)]]
+            pairs = zip(held, offsets, strict=True)
+            yield kind, [artifact for artifact, at in pairs if artifact is not None and at >= 0]
+
+    def _count_dram_hits(self, kind: StateType, used: Sequence[Artifact]) -> None:
+        """Count as hits in DRAM what was there when the restore began."""
+        if self._places:
+            used = [artifact for artifact in used if artifact.id not in self._places]
+        if used:
+            size_bytes = sum(artifact.size_bytes for artifact in used)
             self._catalog.loads.count_read(Tier.DRAM, kind, size_bytes)
 
     def _give_up(self, now_s: float) -> None:
