@@ -61,7 +61,8 @@ class EmbeddedRedis:
     """One server process, used as a context manager. After `kill`, `start` starts it empty.
 
     `options` are lines of a redis.conf, e.g. `"maxmemory 100mb"`; `arguments` are added to the
-    command line (`"--sentinel"`). Port and password stay the same after a restart.
+    command line (`"--sentinel"`). Port and password stay the same after a restart; no other process
+    gets the port before `stop`.
     """
 
     def __init__(
@@ -73,8 +74,9 @@ class EmbeddedRedis:
     ) -> None:
         """`password`: None for a random one, "" for none."""
         self.password = secrets.token_urlsafe(18) if password is None else password
-        self.port = _free_port()
         self._binary = redis_server_binary()
+        self._reserved = _reserve_port()
+        self.port: int = self._reserved.getsockname()[1]
         self._options = tuple(options)
         self._arguments = tuple(arguments)
         self._folder: Path | None = None
@@ -146,6 +148,7 @@ class EmbeddedRedis:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+        self._reserved.close()
 
     def __enter__(self) -> EmbeddedRedis:
         return self if self._process is not None else self.start()
@@ -229,11 +232,15 @@ class EmbeddedRedis:
             return False
 
 
-def _free_port() -> int:
-    """Return a port below 55,536: a Cluster node also uses the port 10,000 above its own."""
+def _reserve_port() -> socket.socket:
+    """Return a socket that has a port and never listens: a server that reuses addresses can.
+
+    The port is below 55,536: a Cluster node also uses the port 10,000 above its own.
+    """
     while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        if port < 55_536:
-            return port
+        reserved = socket.socket()
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        if reserved.getsockname()[1] < 55_536:
+            return reserved
+        reserved.close()

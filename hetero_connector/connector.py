@@ -198,7 +198,7 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
 
     @is_a_miss(lambda: None)
     def on_new_request(self, request: Request) -> None:
-        """Start to identify the request's adapter and media."""
+        """Start to identify the request's adapter, media and prompt embeddings."""
         if self._scheduler:
             self._scheduler.identifier.begin(request)
 

@@ -144,6 +144,15 @@ def test_every_goal_of_a_benchmark_is_on_the_page_of_figures() -> None:
         assert goals.keys() <= generator().FIGURES[benchmark].keys(), benchmark
 
 
+def test_a_figure_is_on_the_page_if_any_result_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = sys.modules[generator().figures.__module__]
+    given = {"surely_over": "Only one machine has it", "of_no_result": "None has it"}
+    monkeypatch.setattr(made, "FIGURES", {"planner_grid": given})
+    page = made.figures()
+    assert "| `surely_over`: Only one machine has it |" in page
+    assert "of_no_result" not in page
+
+
 def test_machines_with_and_without_avx512_have_columns_of_their_own() -> None:
     machines = [x.machine for x in generator().results("router")]
     assert {"AMD EPYC", "AMD EPYC without AVX-512"} <= set(machines)

@@ -442,6 +442,8 @@ def figures() -> str:
         for name, meaning in figures.items():
             goal = GOALS.get(benchmark, {}).get(name, "")
             values = [_shown(x.figures.get(name), goal) for x in found]
+            if not any(values):
+                continue  # no result has it
             shown = goal.replace(">=", "≥").replace("<=", "≤")
             rows.append([f"`{name}`: {meaning}", *values, shown])
         command = f"`python -m benchmarks.{benchmark}`"

@@ -14,8 +14,9 @@ _DIFFERENCES = {
             "local_disk": "a path without `file://`",
             "remote_url": "a Redis that records who owns what; bytes go from engine to engine",
         },
-        "`PYTHONHASHSEED` is not needed: chains have a hash of their own. Object stores and shared "
-        "file systems are not supported.",
+        "`PYTHONHASHSEED` is not needed: chains have a hash of their own. Object stores "
+        "are not supported; a shared file system only to take over what a dead engine left "
+        "([several engines](several-engines.md#when-an-engine-dies)).",
     ),
     "Mooncake": (
         "`MooncakeStoreConnector` or `MooncakeConnector`",
@@ -132,6 +133,10 @@ release may.
 
 The connector's interface changes between vLLM's minor releases, so others are refused and not
 tried. Models, features and platforms are under [limits](../guides/limits.md).
+
+## Python
+
+3.11: every test. 3.12 and 3.13: expected, not run. pip refuses others.
 
 ## Names
 

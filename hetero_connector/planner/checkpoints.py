@@ -47,7 +47,8 @@ class Boundary:
     """True for the last chunk boundary of a prompt, and the end of a request."""
     missed_chunks: int = 0
     """At the boundary where the request left the stored chain: the stored chunks that it had to
-    compute again because this boundary had no checkpoint. 0 at any other boundary."""
+    compute again because this boundary had no checkpoint or, 64 at most, would have had to without
+    the engine's own cache. 0 at any other boundary."""
 
     @classmethod
     def of_prompt(

@@ -31,7 +31,7 @@ from hetero_connector.store.base import (
     StoreConfig,
     Wanted,
 )
-from hetero_connector.store.catalog.catalog import Catalog, Snapshot
+from hetero_connector.store.catalog.catalog import Catalog
 from hetero_connector.store.catalog.nodes import ChainPlace, place_of
 from hetero_connector.store.catalog.prefetch_schedule import (
     DEFAULT_COSTS,
@@ -435,10 +435,6 @@ class ArtifactStore:
         """Do one round of the I/O thread's work, for a store opened with `run_io=False`."""
         assert self.io_thread is not None
         return self.io_thread.step()
-
-    def snapshot(self) -> Snapshot:
-        """Count what is under way."""
-        return self.catalog.snapshot()
 
     def leave_to_ssd(self) -> None:
         """Drop every DRAM copy that is on SSD too and not in use: to measure the SSD."""

@@ -135,12 +135,13 @@ class IoThread:
     def stop(self, deadline_s: float) -> bool:
         """Fail pending restores, wait for transfers, close the files; within about `deadline_s`.
 
+        In a fleet it may take 5 s more, in which the peer process ends.
         False if a transfer or the thread would not end: the arena must then stay mapped. If True,
         nothing that belongs to this thread keeps the arena mapped once the caller drops it.
         """
         self._stop_by_s = self._catalog.clock() + deadline_s
         self._catalog.begin_close()
-        self._thread.join(deadline_s + _IDLE_S)
+        self._thread.join(deadline_s + _IDLE_S + (0.0 if self.fleet is None else _PROCESS_END_S))
         if self._thread.is_alive() or not self._is_clean:
             return False
         self.ssd = self.fleet = None  # they refer to this object: only a collection would end both
@@ -237,8 +238,10 @@ class IoThread:
         return not is_busy or catalog.clock() >= self._stop_by_s
 
     def _close(self) -> bool:
-        is_clean = self.fleet is None or self.fleet.close(_PEER_CLOSE_S)
-        if self.ssd is None:
-            return is_clean
-        remaining_s = max(0.1, min(10.0, self._stop_by_s - self._catalog.clock()))
-        return self.ssd.close(remaining_s) and is_clean
+        is_clean = True
+        if self.ssd is not None:
+            remaining_s = max(0.1, min(10.0, self._stop_by_s - self._catalog.clock()))
+            is_clean = self.ssd.close(remaining_s)
+        if self.fleet is not None:
+            is_clean = self.fleet.close(_PEER_CLOSE_S) and is_clean
+        return is_clean

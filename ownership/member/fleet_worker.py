@@ -15,6 +15,7 @@ from ownership.directory.identifiers import NO_EPOCH, Epoch, Token
 from ownership.directory.validation import MAX_STORAGE_BYTES
 from ownership.member.chain_lookup import DEADLINE_S, ChainLookup, ChainLookups
 from ownership.member.chain_users import ChainUserExchange
+from ownership.member.claim_queue import LISTING_TTL_S, ClaimQueue
 from ownership.member.directory_thread import (
     CALLS_PER_TURN,
     ClaimBatches,
@@ -25,7 +26,6 @@ from ownership.member.directory_thread import (
 from ownership.member.fencing import HORIZON_S
 from ownership.member.held_lease import MARGIN, RENEWALS_PER_LEASE, lease_clock
 from ownership.member.lease_keeper import LeaseKeeper
-from ownership.member.ledger import LISTING_TTL_S, Ledger
 from ownership.member.live_peers import LivePeers
 from ownership.member.shared_store import SharedStore
 
@@ -143,7 +143,7 @@ class FleetWorker:
             lambda storage: self._store is not None and self._store.may_adopt_from(storage),
         )
         self._store: SharedStore | None = None
-        self._ledger: Ledger | None = None
+        self._claims: ClaimQueue | None = None
         self._chain_users: ChainUserExchange | None = None
         self._serving = NO_EPOCH
         self._refresh = PeriodicCall(self._thread, self._refresh_peers, times, clock)
@@ -153,14 +153,14 @@ class FleetWorker:
     @property
     def accepts_claims(self) -> bool:
         """True if peers will probably find what is sealed now."""
-        ledger = self._ledger
-        return ledger is not None and not ledger.has_refused and self._thread.accepts_claims
+        claims = self._claims
+        return claims is not None and not claims.has_refused and self._thread.accepts_claims
 
     def start(self, store: SharedStore) -> None:
         """Join the fleet with this store."""
         times = self._times
         self._store = store
-        self._ledger = Ledger(
+        self._claims = ClaimQueue(
             store,
             self._thread,
             self._recorder,
@@ -193,25 +193,25 @@ class FleetWorker:
         return Worker(self._name, self._store.card, storage)
 
     def _start_epoch(self) -> ClaimBatches:
-        assert self._ledger is not None
-        return self._ledger.start_epoch()
+        assert self._claims is not None
+        return self._claims.start_epoch()
 
     def _on_granted(self, epoch: Epoch, claims: Sequence[Claim], grants: Sequence[Grant]) -> None:
-        assert self._ledger is not None
-        self._ledger.on_granted(epoch, claims, grants)
+        assert self._claims is not None
+        self._claims.on_granted(epoch, claims, grants)
 
     def _on_swept(self, num_forgotten: int) -> None:
-        assert self._ledger is not None
-        if num_forgotten and self._ledger.has_refused:
-            self._ledger.reclaim()
+        assert self._claims is not None
+        if num_forgotten and self._claims.has_refused:
+            self._claims.reclaim()
 
     def _on_found_own(self, owned: Mapping[ArtifactId, Token]) -> None:
-        assert self._ledger is not None
-        self._ledger.release_absent(owned)
+        assert self._claims is not None
+        self._claims.release_absent(owned)
 
     def _run_periodic(self) -> float:
         """Run all periodic tasks; return the seconds until one of them is due again."""
-        assert self._ledger is not None
+        assert self._claims is not None
         assert self._chain_users is not None
         assert self._store is not None
         if self._store.take_export_loss():
@@ -219,11 +219,11 @@ class FleetWorker:
             self._keeper.start_over()
         lost_after_s = self._keeper.take_loss()
         if lost_after_s is not None:
-            self._ledger.on_records_lost(lost_after_s)
+            self._claims.on_records_lost(lost_after_s)
             self._chain_users.on_records_lost()
         wait_s = min(
             self._update_serving(),
-            self._ledger.run_due(),
+            self._claims.run_due(),
             self._chain_users.run_due(),
             self._refresh.run_due(),
             self._follow_resets(),
@@ -247,12 +247,12 @@ class FleetWorker:
 
     def _refresh_peers(self, directory: Directory, _: Epoch) -> None:
         """Ask for the live workers, and claim replicas at once whose owner has ended."""
-        assert self._ledger is not None
+        assert self._claims is not None
         asked_s = self._clock()
         workers = directory.workers()
         self.peers.refresh(workers, asked_s)
-        if not self._ledger.replica_owners <= workers.keys():
-            self._ledger.reclaim()
+        if not self._claims.replica_owners <= workers.keys():
+            self._claims.reclaim()
             self._thread.wake()
 
     def _follow_resets(self) -> float:

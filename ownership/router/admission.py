@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import math
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
+from typing import Generic, TypeVar
 
 from ownership.router.doors import Reason, Refusal
 from ownership.router.requests import Priority, RefusedError, RouterRequest
@@ -16,6 +16,7 @@ WEIGHTS = {Priority.HIGH: 16.0, Priority.NORMAL: 4.0, Priority.LOW: 1.0}
 """Shares of the classes while all of them wait."""
 _LOOK_S = 0.1
 """While requests wait, workers are looked at so often: the end of a worker's pause is no event."""
+_Key = TypeVar("_Key")
 
 
 class _Waiter:
@@ -26,33 +27,67 @@ class _Waiter:
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
-class FairQueue:
-    """Waiting requests by flow, one flow for each class and caller.
+class _Turns(Generic[_Key]):
+    """Start-time fair queueing: each key has a time that advances by 1/weight with each of its
+    turns, and the key with the least time is next."""
 
-    Start-time fair queueing: each flow has a time that advances by 1/weight with each of its
-    requests, and the flow with the least time is next. So a caller that sends a thousand requests
-    does not delay another caller's one, and a class gets its share while it has requests.
+    def __init__(self) -> None:
+        self._times: dict[_Key, float] = {}
+        self._now = 0.0
+
+    def join(self, key: _Key, weight: float = 1.0) -> None:
+        self._times[key] = self._now + 1.0 / weight
+
+    def leave(self, key: _Key) -> None:
+        del self._times[key]
+
+    def order(self) -> list[_Key]:
+        """Return the keys, the next one first; among equals the one that came first."""
+        return sorted(self._times, key=self._times.__getitem__)
+
+    def take(self, key: _Key, weight: float = 1.0) -> None:
+        """A key takes a turn."""
+        self._now = max(self._now, self._times[key])
+        self._times[key] += 1.0 / weight
+
+
+class _Class:
+    """The waiting requests of one class, by caller."""
+
+    def __init__(self) -> None:
+        self.flows: dict[str, deque[_Waiter]] = {}
+        self.turns = _Turns[str]()
+
+
+class FairQueue:
+    """Waiting requests: the classes take turns by weight, and the callers of a class by turns.
+
+    So a class gets its share while it has requests, from however many callers, and a caller that
+    sends a thousand does not delay another one's of its class.
     """
 
     def __init__(self) -> None:
-        self._flows: dict[tuple[Priority, str], deque[_Waiter]] = {}
-        self._times: dict[tuple[Priority, str], float] = {}
-        self._now = 0.0
+        self._classes: dict[Priority, _Class] = {}
+        self._turns = _Turns[Priority]()
         self._size = 0
 
     def __len__(self) -> int:
         return self._size
 
     def push(self, waiter: _Waiter) -> None:
-        flow = (waiter.request.priority, waiter.request.caller)
-        if flow not in self._flows:
-            self._flows[flow] = deque()
-            self._times[flow] = self._now + 1.0 / WEIGHTS[flow[0]]
-        self._flows[flow].append(waiter)
+        priority, caller = waiter.request.priority, waiter.request.caller
+        if priority not in self._classes:
+            self._classes[priority] = _Class()
+            self._turns.join(priority, WEIGHTS[priority])
+        found = self._classes[priority]
+        if caller not in found.flows:
+            found.flows[caller] = deque()
+            found.turns.join(caller)
+        found.flows[caller].append(waiter)
         self._size += 1
 
     def pop(self, can_run: Callable[[RouterRequest], bool]) -> _Waiter | None:
-        """Take the first request that can run, of the first flow that has one.
+        """Take the first request that can run, of the first class and caller that have one.
 
         One that cannot run, for a model whose workers are full, say, holds up none behind it.
         """
@@ -65,24 +100,28 @@ class FairQueue:
                 known[request.model] = can_run(request)
             return known[request.model]
 
-        order = [(time, number, flow) for number, (flow, time) in enumerate(self._times.items())]
-        heapq.heapify(order)
-        while order:
-            time, _, flow = heapq.heappop(order)
-            waiter = next((x for x in self._flows[flow] if runs(x.request)), None)
-            if waiter is not None:
-                self._now = max(self._now, time)
-                self._times[flow] += 1.0 / WEIGHTS[flow[0]]
-                self.remove(waiter)
-                return waiter
+        for priority in self._turns.order():
+            found = self._classes[priority]
+            for caller in found.turns.order():
+                waiter = next((x for x in found.flows[caller] if runs(x.request)), None)
+                if waiter is not None:
+                    self._turns.take(priority, WEIGHTS[priority])
+                    found.turns.take(caller)
+                    self.remove(waiter)
+                    return waiter
         return None
 
     def remove(self, waiter: _Waiter) -> None:
-        flow = (waiter.request.priority, waiter.request.caller)
-        self._flows[flow].remove(waiter)
+        priority, caller = waiter.request.priority, waiter.request.caller
+        found = self._classes[priority]
+        found.flows[caller].remove(waiter)
         self._size -= 1
-        if not self._flows[flow]:
-            del self._flows[flow], self._times[flow]
+        if not found.flows[caller]:
+            del found.flows[caller]
+            found.turns.leave(caller)
+        if not found.flows:
+            del self._classes[priority]
+            self._turns.leave(priority)
 
 
 class Admission:

@@ -35,12 +35,12 @@ class EventSplitter:
     def split(self, part: bytes) -> bytes:
         """Return the events that are complete now; keep the rest."""
         data = self.rest + part if self.rest else part
-        end = max(data.rfind(b"\n\n") + 2, data.rfind(b"\r\n\r\n") + 4)
-        if end < 4 and len(data) < _EVENT_BYTES:  # neither was found: -1 + 4 is 3
+        short, long = data.rfind(b"\n\n"), data.rfind(b"\r\n\r\n")
+        end = max(0 if short < 0 else short + 2, 0 if long < 0 else long + 4)
+        if not end and len(data) < _EVENT_BYTES:
             self.rest = data
             return b""
-        if end < 4:
-            end = len(data)
+        end = end or len(data)
         self.rest = data[end:]
         self.count += data.count(b"data:", 0, end)
         return data[:end] if self.rest else data

@@ -99,9 +99,11 @@ class _Router:
             looking = asyncio.get_running_loop().create_task(discovery.run())
             stack.callback(looking.cancel)
             if self._config.ext_proc_port is not None:
-                from ownership.router.ext_proc import Parts, endpoint_picker
+                from ownership.router.ext_proc import Addresses, Parts, endpoint_picker
 
-                parts = Parts(self._config, self._workers, self._proxy, placer, self.metrics, spans)
+                addresses = Addresses(self._config.probe_s)
+                used = self._workers, self._proxy, placer, self.metrics, spans
+                parts = Parts(self._config, *used, addresses)
                 picker = endpoint_picker(
                     parts,
                     self._config.ext_proc_port,

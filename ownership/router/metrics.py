@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -12,6 +13,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+_SEVERAL = "PROMETHEUS_MULTIPROC_DIR"
+"""An environment variable: the folder of metrics if the router has several processes."""
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
@@ -84,12 +87,29 @@ class RouterMetrics:
         self._workers = set[str]()
 
     def show_workers(self, is_up: Mapping[str, bool]) -> None:
-        """Show these workers, and no other any more."""
+        """Show these workers, and no other any more.
+
+        The series of one that has left are removed with the first change of workers after its last
+        request has ended. Those of several processes cannot be removed: there only `worker_up` ends
+        with the worker, and the others stay until the router ends.
+        """
         for name in self._workers - is_up.keys():
-            self._up.labels(name).set(math.nan)  # with several processes none can be removed
+            self._up.labels(name).set(math.nan)
+            if not (os.environ.get(_SEVERAL) or self.in_flight.labels(name)._value.get()):
+                self._remove(name)
         for name, value in is_up.items():
             self._up.labels(name).set(value)
         self._workers |= is_up.keys()
+
+    def _remove(self, name: str) -> None:
+        """Remove all series of a worker."""
+        self._workers.discard(name)
+        for metric in (self._up, self.in_flight, self.retried, self.cut):
+            with suppress(KeyError):  # it has none
+                metric.remove(name)
+        for result in ("done", "failed"):
+            with suppress(KeyError):
+                self.prefills.remove(name, result)
 
     def labels(self) -> dict[str, tuple[str, ...]]:
         """Return the labels of each metric, by all its names in Prometheus."""
@@ -98,7 +118,7 @@ class RouterMetrics:
 
     def text(self) -> bytes:
         """Return the values of all processes of this router, as Prometheus reads them."""
-        if not os.environ.get("PROMETHEUS_MULTIPROC_DIR"):
+        if not os.environ.get(_SEVERAL):
             return _text_of(self.registry)
         registry = CollectorRegistry()
         MultiProcessCollector(registry)  # type: ignore[no-untyped-call]

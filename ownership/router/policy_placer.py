@@ -2,7 +2,7 @@
 
 The view says how much of the prompt each worker has, the ledger how busy each is; the policy
 compares. One worker may compute the prompt and another decode. When the view is not exact, the
-placer counts on what it knows itself: where a session was served last, and how much of it.
+placer counts on what the ledger knows: where a session was served last, and how much of it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from hetero_connector.containers import BoundedDict
 from hetero_connector.session_ids import SESSION_HEADERS, session_of
 from ownership.decisions.records import DecisionRecord
 from ownership.router.answer import answer_id
@@ -62,14 +61,6 @@ _MEDIA = (b";base64,", b'"data":"', b'"data": "')
 """The begins of media in a body, up to the next quote. To look for them costs less than a parse."""
 
 
-class _Session(NamedTuple):
-    """A session after its last turn."""
-
-    worker: str
-    tokens: int
-    """Computed by the turn's end, of one prompt."""
-
-
 @dataclass(eq=False, slots=True, kw_only=True)
 class _Planned(Placed):
     """A request that the policy has placed."""
@@ -102,6 +93,11 @@ class _Planned(Placed):
             self.terms.ttft_s,
             self.terms._asdict(),
         )
+
+    def work(self) -> Work:
+        """Return the work that it is where it is placed."""
+        work = Work.of(self.step, self.placement)
+        return work._replace(other_tokens=self.view.other_tokens)
 
     def move(self, worker: Worker) -> None:
         self.worker, self.prefill = worker, None
@@ -143,7 +139,6 @@ class PolicyPlacer:
         other's state. Those that have not told how, or share nothing, have no number."""
         self._is_one_group = False
         """True if all workers are of one group."""
-        self._sessions = BoundedDict[str, _Session](self._limits.max_sessions)
         self._others = LeastLoaded()
 
     @property
@@ -191,7 +186,7 @@ class PolicyPlacer:
     def on_sent(self, placed: Placed, now_s: float) -> None:
         if isinstance(placed, _Planned) and self._ledger is not None:
             placed.sent_s, placed.decision = now_s, None
-            self._ledger.sent(placed, Work.of(placed.step, placed.placement), now_s)
+            self._ledger.sent(placed, placed.work(), now_s)
             if placed.prefill is None:
                 self._expect_first_token(placed, self._ledger)
 
@@ -212,7 +207,7 @@ class PolicyPlacer:
             placed.action = placed.placement.action
             # One that has left the fleet only ends what it has begun, and counts no more.
             if placed.placement.prefill_worker in self._ledger.workers:
-                self._ledger.sent(placed, Work.of(placed.step, placed.placement), now_s)
+                self._ledger.sent(placed, placed.work(), now_s)
         else:
             self._ledger.handed_off(placed, now_s)
             since_s = now_s - placed.sent_s
@@ -232,14 +227,10 @@ class PolicyPlacer:
         if not isinstance(placed, _Planned) or self._ledger is None:
             return
         _stop_expecting(placed)
-        output_tokens = num_events if placed.request.is_stream else int(self._ledger.output_tokens)
-        self._ledger.ended(placed, output_tokens, now_s)
-        step = placed.step
-        if step.session_id and placed.first_byte_s is not None:
-            tokens = step.prompt_tokens - placed.view.other_tokens + num_events
-            self._sessions[step.session_id] = _Session(placed.worker.name, tokens)
+        is_stream = placed.request.is_stream  # else its tokens are not known
+        self._ledger.ended(placed, num_events if is_stream else 0, now_s)
         self._compare(placed, placed.worker, placed.answer_id)
-        self._write(placed, now_s, output_tokens if placed.request.is_stream else None)
+        self._write(placed, now_s, num_events if is_stream else None)
 
     def on_failed(self, placed: Placed, now_s: float) -> None:
         if isinstance(placed, _Planned) and self._ledger is not None:
@@ -277,7 +268,7 @@ class PolicyPlacer:
         view, step = self._step(request, body, session_id, view, ledger, groups)
         if isinstance(ledger, SharedLedger):
             view = view.with_doubts(ledger.doubts(now_s))
-        is_whole = request.is_whole or groups is not None or not can_hand_off(body)
+        is_whole = request.is_whole or not self._can_share(groups) or not can_hand_off(body)
         policy = self._whole_policy if is_whole else self._policy
         fleet = ledger.view(now_s)
         fleet.groups = groups
@@ -339,6 +330,14 @@ class PolicyPlacer:
             return {x: n for x, n in self._groups.items() if x not in gone}
         return None if self._is_one_group else self._groups
 
+    def _can_share(self, groups: Mapping[str, int] | None) -> bool:
+        """Return True if all candidates read each other's state: prompts are handed off only among
+        these, so no other worker matters. `groups`: `FleetView.groups`."""
+        if groups is None:
+            return True
+        found = {groups.get(name) for name in self._by_name}
+        return len(found) == 1 and None not in found
+
     def _step(
         self,
         request: RouterRequest,
@@ -353,7 +352,7 @@ class PolicyPlacer:
         A view that is not exact gets what the session's last turn has left, if that is more: in
         DRAM if others can read it there (by `FleetView.groups`), else in the engine's pages.
         """
-        last = self._sessions.get(session_id)
+        last = ledger.sessions.last_turn(session_id)
         prompt_tokens = view.prompt_tokens or _guessed_tokens(request.body)
         boundary = 0 if last is None else min(last.tokens, prompt_tokens)
         if (

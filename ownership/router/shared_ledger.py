@@ -270,4 +270,5 @@ def _is_possible(event: _Event) -> bool:
     return (
         0 < work.new_tokens <= work.prompt_tokens < _MOST_TOKENS
         and 0 <= work.boundary_tokens <= work.prompt_tokens
+        and 0 <= work.other_tokens <= work.prompt_tokens
     )

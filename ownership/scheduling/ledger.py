@@ -60,6 +60,8 @@ class Work(NamedTuple):
     session_id: str = ""
     """"" if it belongs to no session."""
     boundary_tokens: int = 0
+    other_tokens: int = 0
+    """Prompt tokens of the request's other prompts, which no later turn continues."""
 
     @classmethod
     def of(cls, step: Step, placement: Placement) -> Work:
@@ -248,12 +250,16 @@ class Ledger:
         self._workers[flight.at].change(Share(-new_tokens, -1, 1, 0), now_s)
 
     def ended(self, request: Hashable, output_tokens: int, now_s: float) -> None:
-        """An answer is complete, or its client has left after so many tokens."""
+        """An answer is complete, or its client has left after so many tokens; 0: not known."""
         flight = self._in_flight.get(request)
         if flight is None:
             return
         if not flight.new_tokens:  # one without a first token tells nothing of answers
-            self.output_tokens += _OUTPUT_WEIGHT * (output_tokens - self.output_tokens)
+            if output_tokens:
+                self.output_tokens += _OUTPUT_WEIGHT * (output_tokens - self.output_tokens)
+            work = flight.work
+            computed = work.prompt_tokens - work.other_tokens + output_tokens
+            self.sessions.on_computed(work.session_id, flight.at, computed)
             worker = self._workers[flight.at]
             worker.residence_s += _RESIDENCE_WEIGHT * (now_s - flight.since_s - worker.residence_s)
         self._remove(request, flight, now_s, is_answered=True)

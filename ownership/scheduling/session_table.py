@@ -15,12 +15,22 @@ from hetero_connector.containers import BoundedDict, ExpiringHeap
 from hetero_connector.planner.sessions import EARLY, LATE, ThinkTimes
 
 
+class LastTurn(NamedTuple):
+    """The last turn of a session that has ended with an answer."""
+
+    worker: str
+    tokens: int
+    """Computed there by its end, of one prompt."""
+
+
 @dataclass(slots=True)
 class _Session:
     owner: str
     """The worker at which it decoded last."""
     tokens: int = 0
     """Prompt tokens of the last turn."""
+    last: LastTurn | None = None
+    """None before the first answer."""
     in_flight: dict[int, int] = field(default_factory=dict)
     """Turns under way, by the boundary that they continue."""
 
@@ -60,6 +70,11 @@ class SessionTable:
         session = self._sessions.get(session_id)
         return session.owner if session else None
 
+    def last_turn(self, session_id: str) -> LastTurn | None:
+        """Return what a session's last answer has left; None if that is not known."""
+        session = self._sessions.get(session_id)
+        return session.last if session else None
+
     def per_owner(self) -> Counter[str]:
         """Return the number of sessions at each worker. O(sessions)."""
         return Counter(map(_owner_of, self._sessions.values()))
@@ -95,6 +110,12 @@ class SessionTable:
             changed |= self._end_wait(next(iter(self._sessions)))
         self._sessions[session_id] = session
         return changed
+
+    def on_computed(self, session_id: str, worker: str, tokens: int) -> None:
+        """A turn has ended with an answer: a worker has computed so many tokens of one prompt."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.last = LastTurn(worker, tokens)
 
     def on_turn_end(self, session_id: str, boundary_tokens: int, now_s: float) -> set[str]:
         """A turn is over. Returns the workers whose `returning` has changed."""

@@ -46,7 +46,7 @@ def test_rates_that_disagree_are_both_told() -> None:
 @pytest.mark.long
 def test_sessions_grow_and_are_placed_exactly() -> None:
     sizes = {"tokens": 12_000, "workers": 3, "sessions": 2, "turns": 2, "new_tokens": 500}
-    measured = router_sessions.measure([20.0, 40.0], **sizes, processes=2, idle_s=0.1)
+    measured = router_sessions.measure([20.0, 40.0], **sizes, processes=2, idle_s=1.0)
     figures, blocks = asyncio.run(measured)
     assert [block.requests for block in blocks] == [0, 8, 8]
     assert figures["exact_share"] > 0.5

@@ -40,7 +40,8 @@ if not os.fork():
 os.wait()
 assert "hc-slow" in dict(map(reversed, socket.if_nameindex()))
 with slow_network(80) as network:
-    print(seconds(network.address), seconds("127.0.0.1"))
+    # The machine may be busy: then what is fast is so at least once.
+    print(seconds(network.address), min(seconds("127.0.0.1") for _ in range(3)))
 left = subprocess.run(["tc", "qdisc", "show", "dev", "lo"], capture_output=True, text=True)
 assert "htb" not in left.stdout, left.stdout
 """

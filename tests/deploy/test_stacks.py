@@ -22,8 +22,6 @@ from hetero_connector.supported_vllm import check_version
 from ownership.directory.redis.address import RedisAddress
 from ownership.router.config import RouterConfig, read_config
 from scripts.make_dashboard import DASHBOARDS
-from tests.examples.test_disaggregated_compose import COMPOSE as EXAMPLE
-from tests.examples.test_disaggregated_compose import compose, compose_services
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -34,6 +32,27 @@ TAG = "v0.33.0"
 
 def dockerfile() -> str:
     return (DEPLOY / "Dockerfile").read_text()
+
+
+def compose(path: Path, given: dict[str, str]) -> dict[str, Any]:
+    """Return a file as Compose reads it: variables filled in, then YAML."""
+
+    def value(match: re.Match[str]) -> str:
+        name, how, word = match.groups()
+        found = given.get(name, "")
+        if found:
+            return found
+        assert how != ":?", f"{name} is not set"
+        return word if how == ":-" else ""
+
+    text = re.sub(r"\$\{(\w+)(?:(:[-?])([^}]*))?\}", value, path.read_text())
+    loaded = yaml.safe_load(text)
+    assert loaded["networks"].keys() == {"fleet"}
+    return dict(loaded)
+
+
+def compose_services(path: Path, given: dict[str, str]) -> dict[str, Any]:
+    return dict(compose(path, given)["services"])
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +94,11 @@ def is_accepted(extra: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> He
 # --- The image ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("image", ["deploy", "example"])
-def test_the_image_has_every_package_of_the_wheel(tmp_path: Path, image: str) -> None:
+def test_the_image_has_every_package_of_the_wheel(tmp_path: Path) -> None:
     """Build from what the Dockerfile copies, and from nothing else."""
-    text = dockerfile() if image == "deploy" else EXAMPLE.read_text()
     source = tmp_path / "source"
     source.mkdir()
-    for names, target in re.findall(r"^ *COPY (?!--from)(.*) (\S+)$", text, re.MULTILINE):
+    for names, target in re.findall(r"^ *COPY (?!--from)(.*) (\S+)$", dockerfile(), re.MULTILINE):
         for name in names.split():
             if (ROOT / name).is_dir():
                 assert target == f"./{name}"
@@ -116,8 +133,7 @@ def test_docker_sends_no_more_than_is_copied() -> None:
     sent = {line[1:] for line in lines if line.startswith("!")}
     copied = {
         name
-        for text in (dockerfile(), EXAMPLE.read_text())
-        for names in re.findall(r"^ *COPY (?!--from)(.*) \S+$", text, re.MULTILINE)
+        for names in re.findall(r"^ *COPY (?!--from)(.*) \S+$", dockerfile(), re.MULTILINE)
         for name in names.split()
     }
     assert copied == sent
@@ -137,13 +153,13 @@ def test_a_server_of_compose_is_configured_as_the_connector_takes_it(
     assert service["depends_on"] == {"redis": {"condition": "service_healthy"}}
 
 
-def test_the_example_s_image_has_a_name_of_its_own(services: dict[str, Any]) -> None:
-    """Else either compose file would run what the other one has built."""
-    stacks = services, compose_services(EXAMPLE, GIVEN)
-    ours, theirs = ({x["image"] for x in stack.values() if "build" in x} for stack in stacks)
-    assert ours
-    assert theirs
-    assert not ours & theirs
+def test_redis_of_compose_keeps_nothing_and_asks_for_the_password(services: dict[str, Any]) -> None:
+    redis = services["redis"]
+    command = redis["command"]
+    assert command[command.index("--requirepass") + 1] == "secret"
+    assert command[command.index("--save") + 1] == ""
+    assert redis["environment"] == {"REDISCLI_AUTH": "secret"}
+    assert "PONG" in redis["healthcheck"]["test"][-1], "redis-cli ends well on NOAUTH, too"
 
 
 def test_each_server_has_an_ssd_directory_a_gpu_and_a_port_of_its_own(
@@ -186,12 +202,9 @@ def test_what_serves_is_started_again_when_it_ends(services: dict[str, Any]) -> 
 
 def test_the_default_models_are_ones_that_hugging_face_gives_to_everyone() -> None:
     given = {name: value for name, value in GIVEN.items() if name != "MODEL"}
-    commands = [
-        compose_services(DEPLOY / "compose.yaml", given)["vllm-0"]["command"],
-        compose_services(EXAMPLE, given)["prefill-0"]["command"],
-    ]
+    command = compose_services(DEPLOY / "compose.yaml", given)["vllm-0"]["command"]
     (model,) = values()["servingEngineSpec"]["modelSpec"]
-    assert {model["modelURL"], *(command[0] for command in commands)} == {"Qwen/Qwen3-8B"}
+    assert {model["modelURL"], command[0]} == {"Qwen/Qwen3-8B"}
 
 
 def test_envoy_waits_for_room_and_for_a_prefill() -> None:

@@ -20,7 +20,7 @@ from tests.engine.stepped import CHUNK, Engine
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from tests.waiting import until
 
-LEASE_S = 2.0
+LEASE_S = 30.0
 WAIT_S = 60.0
 
 

@@ -74,3 +74,21 @@ def test_a_job_that_was_cancelled_before_its_turn_is_left_out() -> None:
     last.result(60)
     assert seen == [2]
     thread.close()
+
+
+def test_a_thread_that_cannot_start_is_started_by_the_next_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    thread = BackgroundThread("test")
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="can't start"):
+                thread.submit(int)
+    job = thread.submit(int)
+    assert job is not None
+    assert job.result(60) == 0
+    thread.close()

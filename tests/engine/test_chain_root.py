@@ -102,6 +102,23 @@ def test_pages_that_vllm_kept_from_before_are_not_stored(engine: Engine, change:
     assert engine.step(again=PROMPT - CHUNK).saves
 
 
+def test_a_hit_that_ends_inside_a_block_is_not_stored_and_a_restore_is(engine: Engine) -> None:
+    """vLLM tells `match` whole blocks alone: 0 for a hit inside the first one."""
+    engine.tables.prefixes[b"block"] = 1
+    engine.side.reset()
+    inside = FakeRequest("inside", tokens(PROMPT))
+    engine.admit(inside)
+    inside.num_computed_tokens = CHUNK // 2
+    assert engine.step(inside=PROMPT - CHUNK // 2).saves == []
+    engine.finish(inside)
+    assert engine.step().early_saves == []
+    assert run(engine, 1) == 0
+    longer = FakeRequest("longer", tokens(PROMPT, 1) + tokens(PROMPT, 2))
+    restored = engine.admit(longer)
+    assert restored > 0
+    assert engine.step(longer=2 * PROMPT - restored).saves
+
+
 @pytest.mark.parametrize("forgotten_first", [False, True])
 def test_pages_that_a_request_from_before_fills_later_are_not_stored(
     engine: Engine, forgotten_first: bool

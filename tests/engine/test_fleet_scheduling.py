@@ -12,10 +12,12 @@ from vllm.lora.request import LoRARequest
 
 from hetero_connector.engine.scheduler import peer_matcher, sessions
 from hetero_connector.engine.scheduler.handoff import handoff_answer, handoff_tokens
+from hetero_connector.store.catalog import writes
 from hetero_connector.store.catalog.index import MAX_TAILS
 from hetero_connector.store.peers.card import PeerCard
-from ownership.directory import Claim
+from ownership.directory import Claim, breaker
 from ownership.directory.memory import MemoryDirectory
+from ownership.member import fleet_worker
 from ownership.member.fleet_worker import FleetWorker
 from tests.clock import Clock
 from tests.engine.fakes import DENSE, HYBRID, FakeRequest
@@ -70,8 +72,9 @@ def test_a_read_artifact_is_a_listed_replica_and_not_a_second_owner(fleet: Fleet
 
 
 def test_state_that_both_computed_is_written_to_ssd_by_its_owner_only(
-    fleet: Fleet, tmp_path: Path
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(writes, "_CLAIM_PATIENCE_S", 3600.0)
     ssd = {"ssd_bytes": 1 << 20}
     ann = fleet.join("ann", ssd_dir=tmp_path / "ann", **ssd)
     bob = fleet.join("bob", ssd_dir=tmp_path / "bob", **ssd)
@@ -143,6 +146,7 @@ def test_a_dead_owners_ssd_is_adopted_under_new_tokens(fleet: Fleet, tmp_path: P
 def test_chunks_used_by_a_peers_session_are_evicted_last_at_their_owner(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fleet_worker, "RENEWALS_PER_LEASE", 100)  # what is periodic comes soon
     monkeypatch.setattr(sessions, "_PROTECTED_S", 0.0)
     ann, bob = fleet.join("ann", dram_bytes=6 * chunk_bytes(fleet)), fleet.join("bob")
     ann.run(FakeRequest("a", PROMPT))
@@ -203,8 +207,9 @@ def test_an_owner_that_serves_no_more_is_fenced(fleet: Fleet) -> None:
 
 
 def test_a_slow_directory_costs_one_deadline_and_is_asked_again_when_it_answers(
-    fleet: Fleet,
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 2.0)
     ann, bob = fleet.join("ann"), fleet.join("bob", lookup_s=0.15)
     ann.run(FakeRequest("a", PROMPT))
     fleet.settle(ann)

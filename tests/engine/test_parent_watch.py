@@ -33,7 +33,8 @@ def child(hangs):
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: (print("asked to end", flush=True), ended.set()))
     released = threading.Event()
-    watched = watch_parent(lambda: (print("released", flush=True), released.set()), grace_s=0.2)
+    grace_s = 0.2 if hangs else 60.0
+    watched = watch_parent(lambda: (print("released", flush=True), released.set()), grace_s)
     print("watched" if watched else "not watched", flush=True)
     if watched:
         ended.wait(30)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -377,6 +379,57 @@ def test_a_disk_that_does_not_answer_delays_no_request(
         answer.set()
         until(lambda: not identifier.adapter_thread.busy_s)
         assert keys(identifier, request(lora=lora)) is not None
+
+
+@pytest.mark.parametrize("full", ["media", "embeddings"])
+def test_of_a_request_that_finds_a_full_queue_nothing_is_read(
+    identifier: RequestIdentifier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    lora = adapter(write_adapter(tmp_path / "a", b"weights"))
+    items = [image(float(n), name=f"i{n}") for n in range(4)]
+    asked = request(*items, lora=lora, prompt_embeds=torch.randn(1100, 8))
+    ordered, places = list[Future[bytes]](), {"media": 2 if full == "media" else 4}
+    tried: Counter[str] = Counter()
+
+    def thread_of(name: str) -> Any:
+        def submit(job: object) -> Future[bytes] | None:
+            tried[name] += 1
+            if tried[name] > places.get(name, full != name):
+                return None
+            ordered.append(Future())
+            return ordered[-1]
+
+        return SimpleNamespace(submit=submit)
+
+    for name in ("adapter", "media", "embeddings"):
+        monkeypatch.setattr(identifier, f"{name}_thread", thread_of(name))
+    identifier.begin(asked)
+    assert identifier.identify(asked) is UnidentifiedReason.NEVER
+    assert len(ordered) == (3 if full == "media" else 5)
+    assert all(future.cancelled() for future in ordered)
+    assert tried["media"] == (3 if full == "media" else 4), "none after the one that was refused"
+    monkeypatch.undo()
+
+
+def test_an_adapter_whose_files_are_still_to_be_read_is_read_once(
+    identifier: RequestIdentifier, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request has waited so long that its files would be checked again."""
+    read, ended, real = list[str](), threading.Event(), request_identifier.read_adapter
+
+    def noted(path: str) -> bytes:
+        read.append(path)
+        return real(path)
+
+    monkeypatch.setattr(request_identifier, "read_adapter", noted)
+    asked = request(lora=adapter(write_adapter(tmp_path / "a", b"weights")))
+    identifier.adapter_thread.submit(lambda: ended.wait(60.0))
+    identifier.begin(asked)
+    clock.now_s = 1.0
+    assert identifier.identify(asked) is UnidentifiedReason.PENDING
+    ended.set()
+    assert isinstance(found(identifier, asked), RequestIdentity)
+    assert read == [str(tmp_path / "a")]
 
 
 def test_an_adapters_files_are_checked_once_per_request(

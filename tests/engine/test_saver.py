@@ -99,6 +99,12 @@ def checkpoints(engine: Engine, kind: StateType = SWA) -> list[int]:
     return sorted(a.node.chunk.end for a in artifacts if a.sealed and a.state_type is kind)
 
 
+def counts_as_kept(engine: Engine, request: FakeRequest, chunks: int) -> bool:
+    """True if the boundary after a running request's first chunks counts as kept."""
+    chain = engine.side._trackers[request.request_id].chain
+    return engine.side._saver._kept.steps_to([chain.ending_at(chunks * CHUNK).key]) == 0
+
+
 def decode(engine: Engine, request: FakeRequest, count: int) -> None:
     """Decode one token a step."""
     for at in range(count):
@@ -255,10 +261,67 @@ def test_an_end_of_a_match_that_the_engine_s_own_cache_passes_gets_a_checkpoint(
     recycled = 8 if model is LOCAL else local // 16 - 2
     engine.tables.ids["b"][1][:recycled] = [0] * recycled
     engine.step(b=shared + 90 - local)
+    assert counts_as_kept(engine, request, shared // CHUNK) == bool(asked)
     engine.finish(request)
     engine.step()
     assert [x for x in policy.asked if x.missed_chunks] == asked
     assert engine.run(FakeRequest("c", [*tokens(shared), *tokens(90, seed=9)])) == resumed
+
+
+@pytest.mark.parametrize(("local", "most"), [(256, 0), (0, 100)])
+def test_a_match_that_its_client_has_cut_gets_no_checkpoint_at_its_end(
+    engine_of: Engines, local: int, most: int
+) -> None:
+    """The stored chain goes on there, and the request with it."""
+    policy = Recording()
+    engine = engine_of(policy)
+    engine.run(FakeRequest("a", tokens(600)))
+    request = FakeRequest("b", tokens(600), kv_transfer_params={"max_load_tokens": most})
+    assert engine.admit(request, local=local) == 0
+    engine.step(b=600 - local)
+    engine.finish(request)
+    engine.step()
+    assert [x for x in policy.asked if x.missed_chunks] == []
+    assert checkpoints(engine) == [576, 592]
+
+
+@pytest.mark.parametrize("local", [0, 256], ids=["computed", "in the engine's own cache"])
+def test_an_end_of_a_match_that_found_no_place_is_not_kept(
+    engine_of: Engines, local: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Recording()
+    engine = engine_of(policy)
+    engine.run(FakeRequest("a", tokens(400)))
+    request = FakeRequest("b", [*tokens(300), *tokens(90, seed=8)])
+    with monkeypatch.context() as full:
+        full.setattr(engine.store, "begin_save", lambda *_, **__: None)
+        engine.admit(request, local=local)
+        engine.step(b=390 - local)
+        engine.finish(request)
+        engine.step()
+    assert [x for x in policy.asked if x.missed_chunks][:1] == [Boundary(4, missed_chunks=4)]
+    engine.run(FakeRequest("c", [*tokens(300), *tokens(90, seed=9)]))
+    assert policy.observed[-1] == Reuse(matched=4, kept=0, new=2)
+    engine.run(FakeRequest("d", [*tokens(300), *tokens(90, seed=10)]))
+    assert policy.observed[-1] == Reuse(matched=4, kept=4, new=2)
+
+
+def test_an_end_of_a_request_that_found_no_place_is_not_kept(
+    engine_of: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Recording()
+    engine = engine_of(policy)
+    request = FakeRequest("a", tokens(60), num_prompt_tokens=60)
+    engine.admit(request)
+    engine.step(a=60)
+    decode(engine, request, 132)
+    with monkeypatch.context() as full:
+        full.setattr(engine.store, "begin_save", lambda *_, **__: None)
+        engine.finish(request)
+    engine.step()
+    engine.run(FakeRequest("b", [*request.all_token_ids, *tokens(50, seed=3)]))
+    assert policy.observed[-1].matched == 3
+    assert policy.observed[-1].kept == 0
 
 
 def test_adaptive_learns_where_prompts_share_their_beginning(engine_of: Engines) -> None:
@@ -504,6 +567,19 @@ def test_recurrent_state_is_kept_where_the_policy_says_and_at_the_prompt_s_last_
     engine.step()
     assert checkpoints(engine, RECURRENT) == expected
     assert checkpoints(engine, KV) == [64, 128, 192, 256]
+
+
+@pytest.mark.parametrize("offers", [[64, 128, 192, 256], [64, 128, 192]])
+def test_an_end_of_a_prompt_is_kept_only_with_its_recurrent_state(
+    engine_of: Engines, offers: Sequence[int]
+) -> None:
+    engine, request = engine_of(Full(), MAMBA), FakeRequest("a", tokens(300))
+    engine.admit(request)
+    engine.report(engine.side.order_step(offered(offers, a=300)))  # type: ignore[arg-type]
+    kept = [chunks for chunks in (1, 2, 3, 4) if counts_as_kept(engine, request, chunks)]
+    assert kept == [x // CHUNK for x in offers if x == 256]
+    engine.finish(request)
+    engine.step()
 
 
 HANDOFF = {"do_remote_decode": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -398,6 +399,22 @@ def test_pooling_and_streaming_requests_are_left_alone(dense: Engine) -> None:
         FakeRequest("d", tokens(200), skip_reading_prefix_cache=True),
     ):
         assert dense.side.match(odd, 0) == (0, False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["a failed load", "closed"])
+def test_no_request_waits_for_digests_once_the_cache_has_stopped(
+    dense: Engine, closed: bool
+) -> None:
+    ended = threading.Event()
+    dense.side.identifier.embeddings_thread.submit(lambda: ended.wait(60.0))
+    request = FakeRequest("a", tokens(200), prompt_embeds=torch.zeros(200, 4))
+    assert dense.ask(request) is None
+    if closed:
+        dense.side.close()
+    else:
+        dense.side.on_report(WorkerReport(broken=True))
+    assert dense.ask(request) == 0
+    ended.set()
 
 
 def test_an_adapter_that_cannot_be_identified_is_served_but_not_cached(dense: Engine) -> None:

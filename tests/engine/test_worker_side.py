@@ -27,7 +27,6 @@ from hetero_connector.engine.startup.geometry import merge_stages
 from hetero_connector.engine.worker import worker_side
 from hetero_connector.engine.worker.host_device import HostDevice
 from hetero_connector.engine.worker.pages import HostPages
-from hetero_connector.engine.worker.step_outcome import StepOutcome
 from hetero_connector.engine.worker.worker_side import WorkerSide
 from hetero_connector.errors import LoadLostError, StoreError
 from hetero_connector.metrics import COUNTERS, HISTOGRAMS, Recorder
@@ -298,12 +297,14 @@ def test_with_microbatches_everything_is_loaded_before_the_forward() -> None:
 # Failures
 
 
-def broken_copies(monkeypatch: pytest.MonkeyPatch, call: str, times: int = 1) -> None:
-    """Let the next copies of pages raise; later ones work again."""
-    real, left = getattr(HostPages, call), iter(range(times))
+def broken_copies(
+    monkeypatch: pytest.MonkeyPatch, call: str, times: int = 1, skip: int = 0
+) -> None:
+    """Let the next copies of pages after `skip` raise; later ones work again."""
+    real, made = getattr(HostPages, call), count()
 
     def copy(*arguments: Any) -> None:
-        if next(left, None) is not None:
+        if skip <= next(made) < skip + times:
             raise OSError("broken")
         real(*arguments)
 
@@ -384,16 +385,20 @@ def test_a_parked_load_is_reported_after_the_scheduler_side_lost_one_of_the_same
     assert worker.side.take_transfers() == ({"r"}, set())
 
 
-def test_the_end_of_the_copies_of_a_lost_load_is_not_reported_but_the_next_one_is() -> None:
-    outcome = StepOutcome(Recorder(), recovers=True)
-    parked = replace(load(64, [3, 4, 5, 6]), parked=True)
-    with outcome.loading([parked]):
-        raise OSError("broken")
-    assert outcome.take_transfers() == ({"r"}, {"r"})
-    outcome.on_parked_load(parked)
-    assert outcome.take_transfers() == (set(), set())
-    outcome.on_parked_load(parked)
-    assert outcome.take_transfers() == ({"r"}, set())
+def test_a_parked_load_whose_step_fails_to_load_for_another_request_is_reported_once(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copies have been started, so their end is reported, too."""
+    broken_copies(monkeypatch, "load", skip=len(LAYERS))
+    parked = replace(load(64, [3, 4, 5, 6]), request_id="p", parked=True, load_id=6)
+    meta = StepMetadata(loads=[parked, load(64, [7, 8, 9, 10])])
+    worker.side.begin_step(meta)
+    worker.side.start_loads(meta, hooks_called=False)
+    worker.side.end_step(meta)
+    assert worker.side.take_transfers() == ({"p"}, {"p"})
+    assert worker.side.outcome.take_invalid_blocks() == {7, 8, 9, 10}
+    assert dict(report(worker).loaded) == {5: 1, 6: 1}
+    assert worker.side.take_transfers() == (set(), set())
 
 
 def test_a_lost_load_from_which_vllm_does_not_recover_ends_the_engine(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 import stat
 import subprocess
 import sys
@@ -33,6 +34,14 @@ def test_a_killed_server_starts_again_empty_under_the_same_url() -> None:
         server.kill()
         server.start()
         assert client.get("kept") is None
+
+
+def test_nobody_else_gets_the_port_while_the_server_is_down() -> None:
+    with EmbeddedRedis() as server, socket.socket() as other:
+        server.kill()
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", server.port))
+        server.start()
 
 
 def test_stopping_leaves_nothing_behind() -> None:

@@ -40,6 +40,7 @@ from tests.faults.oracle import contents
 from tests.faults.slabs import FaultyFiles, faulty_files
 from tests.ownership.history import Cleared, Ended, Event, Served, faults, granted
 from tests.store.filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, chain
+from tests.store.under_way import snapshot
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 
 DEPTH = 3
@@ -295,7 +296,7 @@ class Member:
         """Say what is not in order between the store, its disk and the directory."""
         catalog, tiers = self.store.catalog, self.store.catalog.tiers
         with catalog.locked():
-            now = catalog.snapshot()
+            now = snapshot(catalog)
             artifacts = [a for a in tiers.index.artifacts() if a.sealed]
             queues = {
                 "loads": now.loads,

@@ -36,6 +36,7 @@ from tests.faults.disk import CALM, Cut, Disk, Fate, Weather
 from tests.faults.failpoints import MOMENTS, Failpoints
 from tests.faults.oracle import Oracle
 from tests.faults.slabs import FaultyFiles, faulty_files
+from tests.store.under_way import snapshot
 
 DEPTH = 4
 SETTLING_STEPS = 400
@@ -404,7 +405,7 @@ class Life(ABC):
         """Say what waits for something, or was left out without being counted."""
         catalog, tiers = self._store.catalog, self._store.catalog.tiers
         with catalog.locked():
-            now = catalog.snapshot()
+            now = snapshot(catalog)
             queues: dict[str, int] = {
                 "loads queued": now.loads_queued,
                 "loads under way": now.loads - self._never_ending(Direction.READ),

@@ -14,6 +14,7 @@ from tests.faults.journals import connector
 from tests.faults.life import SETTLING_STEPS, Action, Life
 from tests.faults.slabs import FaultyFiles
 from tests.store.filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, begin, chain, ids_of
+from tests.store.under_way import snapshot
 
 DEPTH = 4
 TRIES = 5
@@ -161,7 +162,7 @@ class StoreRound(Life):
         self._complete(save)
         self._is_restored(fresh, "a new chunk")
         for _ in range(SETTLING_STEPS):
-            now = self._store.snapshot()
+            now = snapshot(self._store.catalog)
             if not (now.writes_queued or now.writing):
                 break
             self._pass(1.0)

@@ -30,7 +30,8 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tests.ownership.worker_process import serve
-serve(Connection(int(sys.argv[1])), sys.argv[2], sys.argv[3], Path(sys.argv[4]), int(sys.argv[5]))
+pipe, url, name, root, chunks, lease_s = sys.argv[1:]
+serve(Connection(int(pipe)), url, name, Path(root), int(chunks), float(lease_s))
 """
 
 
@@ -41,7 +42,7 @@ class WorkerApart(WorkerProcess):
         super().__init__(url, name, folder)
         self._network = network
 
-    def _start(self, theirs: Connection, arguments: tuple[str, str, Path, int]) -> Any:
+    def _start(self, theirs: Connection, arguments: tuple[str, str, Path, int, float]) -> Any:
         return subprocess.Popen(
             [
                 *self._network.command(self.name),

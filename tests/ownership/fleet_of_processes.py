@@ -13,7 +13,7 @@ from hetero_connector.errors import DirectoryError
 from hetero_connector.tools.verification import verify_model
 from ownership.directory import ArtifactRecord, EpochStatus
 from ownership.directory.redis import RedisDirectory
-from tests.ownership.worker_process import SIZES, WorkerProcess
+from tests.ownership.worker_process import LEASE_S, SIZES, WorkerProcess
 from tests.waiting import until
 
 WAIT_S = 60.0
@@ -90,10 +90,12 @@ def verified(worker: WorkerProcess) -> int:
 
 
 @contextmanager
-def processes(folder: Path, *names: str, chunks: int = 24) -> Iterator[ProcessFleet]:
+def processes(
+    folder: Path, *names: str, chunks: int = 24, lease_s: float = LEASE_S
+) -> Iterator[ProcessFleet]:
     """Yield a fleet whose workers have joined."""
     with EmbeddedRedis() as redis:
-        workers = [WorkerProcess(redis.url, name, folder, chunks) for name in names]
+        workers = [WorkerProcess(redis.url, name, folder, chunks, lease_s) for name in names]
         fleet = ProcessFleet(redis, workers)
         try:
             for worker in workers:

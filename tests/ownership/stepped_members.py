@@ -16,7 +16,7 @@ from ownership.directory.redis.scripts import fleet_key
 from ownership.member.fleet_worker import FleetWorker, MemberTimes
 from tests.ownership.fleet_bench import LEASE_S, LIMITS
 from tests.ownership.history import Ended, Event, faults, granted
-from tests.ownership.member.ledgers import KV, ListedStore, change
+from tests.ownership.member.members import KV, ListedStore, change
 from tests.ownership.redis_bench import RedisBench, shared_server
 
 NAMES = ("ann", "bob")
@@ -76,9 +76,9 @@ class Member:
     @property
     def is_idle(self) -> bool:
         """Return True if nothing is left to be sent."""
-        ledger = self.worker._ledger
-        assert ledger is not None
-        return self.thread.is_idle and not ledger.has_unsent
+        claims = self.worker._claims
+        assert claims is not None
+        return self.thread.is_idle and not claims.has_unsent
 
 
 class SteppedFleet:

@@ -62,7 +62,7 @@ def test_an_owner_killed_after_a_read_leaves_its_replica_an_owner(tmp_path: Path
 def test_an_owner_killed_before_a_read_is_computed_then_adopted_from_its_ssd(
     tmp_path: Path,
 ) -> None:
-    with processes(tmp_path, "ann", "bob") as fleet:
+    with processes(tmp_path, "ann", "bob", lease_s=3 * LEASE_S) as fleet:
         ann, bob = fleet.workers
         own(fleet, ann)
         before = fleet.records([CHAIN])

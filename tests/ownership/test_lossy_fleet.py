@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hetero_connector.artifacts.copies import PeerCopy
 from tests.ownership.fleet_bench import LEASE_S
 from tests.ownership.history import Served
-from tests.ownership.member.ledgers import KV, change
+from tests.ownership.member.members import KV, change
 from tests.ownership.stepped_members import CHAIN, IDS, NAMES, NUMBERS, Member, SteppedFleet
 
 pytestmark = pytest.mark.long

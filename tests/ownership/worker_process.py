@@ -43,6 +43,7 @@ from ownership.member import joining
 from ownership.member.fleet_worker import FleetWorker
 from ownership.member.held_lease import lease_clock
 from tests.ownership.history import Event, Granted, Served
+from tests.store.under_way import snapshot
 from tests.waiting import until
 
 CHUNK = 256
@@ -135,12 +136,12 @@ class _RecordingDirectory:
 class _Worker:
     """Runs in the process."""
 
-    def __init__(self, url: str, name: str, root: Path, chunks: int) -> None:
+    def __init__(self, url: str, name: str, root: Path, chunks: int, lease_s: float) -> None:
         self._name = name
         self._recorder = Recorder()
         self._counters: Counter[str] = Counter()
         self._events: list[Timed] = []
-        self._fleet = self._join(url)
+        self._fleet = self._join(url, lease_s)
         self._store = ArtifactStore.open(
             SIZES,
             StoreConfig(
@@ -161,14 +162,14 @@ class _Worker:
         assert self._store.sharing is not None
         self._fleet.start(self._store.sharing)
 
-    def _join(self, url: str) -> FleetWorker:
+    def _join(self, url: str, lease_s: float) -> FleetWorker:
         opened = joining.open_directory
 
         def open_recorded(*args: Any, **kwargs: Any) -> Any:
             return _RecordingDirectory(opened(*args, **kwargs), self._events)
 
         with patch.object(joining, "open_directory", open_recorded):
-            return joining.open_worker(url, self._name, LEASE_S, 100 * LOOKUP_S, self._recorder)
+            return joining.open_worker(url, self._name, lease_s, 100 * LOOKUP_S, self._recorder)
 
     def turn(self, chunks: Sequence[ChunkRange]) -> Turn:
         """Restore what is stored, check it, compute the rest."""
@@ -193,7 +194,7 @@ class _Worker:
         patch.object(PeerReadBatch, "poll", return_value=False).start()
         found, copies = self._find(chunks)
         self._store.begin_restore([Wanted(kind, found) for kind in SIZES], copies)
-        while (now := self._store.snapshot()).loads_queued:
+        while (now := snapshot(self._store.catalog)).loads_queued:
             time.sleep(1e-3)
         return now.loads
 
@@ -281,9 +282,9 @@ class _Worker:
                 self._store.complete_save(save)
 
 
-def serve(pipe: Connection, url: str, name: str, root: Path, chunks: int) -> None:
+def serve(pipe: Connection, url: str, name: str, root: Path, chunks: int, lease_s: float) -> None:
     """Carry out the test's commands until `close`."""
-    worker = _Worker(url, name, root, chunks)
+    worker = _Worker(url, name, root, chunks, lease_s)
     pipe.send(None)
     while True:
         what, arguments = pipe.recv()
@@ -295,11 +296,13 @@ def serve(pipe: Connection, url: str, name: str, root: Path, chunks: int) -> Non
 class WorkerProcess:
     """The test's handle of one process. A killed one can be started again on its SSD."""
 
-    def __init__(self, url: str, name: str, folder: Path, chunks: int = 24) -> None:
+    def __init__(
+        self, url: str, name: str, folder: Path, chunks: int = 24, lease_s: float = LEASE_S
+    ) -> None:
         """`chunks`: capacity of its DRAM."""
         self.name = name
         self.root = folder / name
-        self._arguments = (url, name, self.root, chunks)
+        self._arguments = (url, name, self.root, chunks, lease_s)
         self._pipe: Connection
         self._process: Any = None
 
@@ -319,7 +322,7 @@ class WorkerProcess:
         theirs.close()
         return self
 
-    def _start(self, theirs: Connection, arguments: tuple[str, str, Path, int]) -> Any:
+    def _start(self, theirs: Connection, arguments: tuple[str, str, Path, int, float]) -> Any:
         process = context.Process(target=serve, args=(theirs, *arguments), daemon=True)
         process.start()
         return process

@@ -241,7 +241,9 @@ def test_a_file_system_that_hangs_costs_a_deadline_and_its_slots_stay_in_quarant
     second.release()
     put(survivor.store, CHUNKS[:2])
     assert len(begun) == 1
-    assert all(x.daemon for x in threading.enumerate() if x.name == "heterocache-adopt")
+    reading = [x for x in threading.enumerate() if x.name == "heterocache-adopt"]
+    assert reading
+    assert all(thread.daemon for thread in reading)
     hangs.set()
     until(lambda: sum(map(pool.num_used, SIZES)) == 4)
     assert stored(survivor.store, CHUNKS) == 2

@@ -32,6 +32,7 @@ from tests.store.filling import (
     stored,
     wait,
 )
+from tests.store.under_way import snapshot
 from tests.waiting import until
 
 
@@ -294,13 +295,13 @@ def test_only_what_was_copied_counts_as_used(store: ArtifactStore, bench: Bench)
     abandoned.release()  # it has ended already
     assert [artifact.uses for artifact in artifacts] == before
     assert "heterocache_read_bytes" not in str(bench.recorder.drain())
-    assert store.snapshot().pinned == 0
+    assert snapshot(store.catalog).pinned == 0
     begin(store, ids_of(chunks)).release()
     assert [artifact.uses for artifact in artifacts] == [n + 1 for n in before]
 
 
 def test_no_thread_without_ssd_or_verification(store: ArtifactStore) -> None:
-    assert "heterocache-io" not in {t.name for t in threading.enumerate()}
+    assert store.io_thread is None
     assert store.flush(0.0)
 
 

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ import pytest
 from hetero_connector.errors import StoreError, TransferError
 from hetero_connector.store import io_thread
 from hetero_connector.store.artifact_store import ArtifactStore
+from hetero_connector.store.catalog.catalog import Catalog
 from hetero_connector.store.catalog.loads import Load
-from hetero_connector.store.io_thread import IoThread
 from hetero_connector.store.ssd import health, journal_rows
 from hetero_connector.store.ssd.directory import SsdDirectory
 from hetero_connector.store.ssd.directory_lock import DirectoryLock
@@ -270,16 +271,17 @@ def test_a_journal_that_never_forgets_costs_no_checksums_and_no_core(
     store = bench.open(ssd_chunks=2, dram_chunks=8, verify="all")
     put(store, CHUNKS[:2])
     assert store.flush(60)
-    rounds, step = [0], IoThread.step
+    waits, wait_once = [0], Catalog.wait
 
-    def counted(thread: IoThread) -> bool:
-        rounds[0] += 1
-        return step(thread)
+    def counted(catalog: Catalog, *given: Any) -> None:
+        waits[0] += 1
+        wait_once(catalog, *given)
 
     with (
-        patch.object(Journal, "clear", side_effect=StoreError("disk I/O error")),
-        patch.object(IoThread, "step", counted),
+        patch.object(Journal, "clear", side_effect=StoreError("disk I/O error")) as clear,
+        patch.object(Catalog, "wait", counted),
     ):
+        began_s = time.monotonic()
         store.reset()
         put(store, CHUNKS)
         until(lambda: not store.catalog.writes.is_writable)
@@ -287,7 +289,9 @@ def test_a_journal_that_never_forgets_costs_no_checksums_and_no_core(
         artifacts = list(store.catalog.tiers.index.artifacts())
         assert len(artifacts) == 5 * len(SIZES)
         until(lambda: all(a.checksum is not None for a in artifacts))
-        assert rounds[0] < 200, "it waits between two tries"
+        seconds = time.monotonic() - began_s
+        assert clear.call_count <= 1 + seconds / 0.2, "it tries again after a pause"
+        assert waits[0] < 100 * (1 + seconds), "it waits meanwhile"
     store.close()
 
 
@@ -306,6 +310,21 @@ def test_files_that_cannot_be_reached_any_more_do_not_end_the_thread(
     restore = wait(begin(store, ids_of(CHUNKS[:1])))
     assert not restore.failed
     restore.release()
+    store.close()
+
+
+def test_one_failed_look_at_the_files_does_not_end_writing(bench: Bench) -> None:
+    store = bench.open()
+    look = store.io_thread.ssd.rows.directory.why_lost  # type: ignore[union-attr]
+
+    def fail() -> str | None:
+        with patch.object(os, "fstat", side_effect=OSError(errno.ESTALE, "Stale file handle")):
+            return look()
+
+    assert [fail(), look(), fail()] == [None] * 3
+    assert "its files cannot be reached any more" in str(fail())
+    with patch.object(os, "stat", side_effect=FileNotFoundError()):
+        assert look() == "its files were deleted under this engine"
     store.close()
 
 

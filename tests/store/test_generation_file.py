@@ -71,6 +71,24 @@ def test_a_torn_write_leaves_the_one_before(path: Path, rounds: int) -> None:
     assert reopened(path) == Generation(rounds - 1)
 
 
+def test_a_write_that_fails_again_leaves_the_one_before(path: Path) -> None:
+    file, write = GenerationFile.open(path, is_new=True), os.pwrite
+    file.write(Generation(1))
+
+    def tear(fd: int, block: bytes, offset: int) -> int:
+        write(fd, b"torn" * 20, offset)
+        raise OSError("Input/output error")
+
+    with patch.object(os, "pwrite", tear):
+        for _ in range(3):
+            with pytest.raises(OSError, match="Input/output"):
+                file.write(Generation(2))
+            assert read_generation(path) == Generation(1)
+    file.write(Generation(3))
+    file.close()
+    assert reopened(path) == Generation(3)
+
+
 def test_where_nothing_can_be_read_nothing_of_before_is_used(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -311,6 +311,18 @@ def test_a_row_with_a_damaged_value_is_left_out(journal: Journal, damage: str) -
     assert list(journal.load()) == [row(2)]
 
 
+def test_a_journal_that_was_moved_aside_has_nothing_to_forget(journal: Journal, path: Path) -> None:
+    journal.record([row(1), row(2)])
+    aside = journal.condemn()
+    journal.check_owner = lambda: pytest.fail("it writes")
+    journal.forget([row(1).id])
+    journal.clear(b"another")
+    assert journal.count() == 2
+    journal.close()
+    assert aside.exists()
+    assert not path.exists()
+
+
 def test_a_stale_wal_beside_a_deleted_journal_is_not_replayed(journal: Journal, path: Path) -> None:
     journal.record([row(1)])
     wal = path.with_name("journal.sqlite-wal")

@@ -24,6 +24,7 @@ from tests.clock import Clock
 from tests.store.filling import SIZES, begin, ids_of
 from tests.store.test_fleet_machine import THEIRS, FleetMachine
 from tests.store.test_store_machine import DEPTH, TRUNKS, StoreMachine, chains
+from tests.store.under_way import snapshot
 
 pytestmark = pytest.mark.long
 
@@ -175,7 +176,7 @@ class Faults(StoreMachine):
 
     def waits(self) -> list[str]:
         """Return everything that is wrong once all has come to its end."""
-        catalog, now = self.store.catalog, self.store.snapshot()
+        catalog, now = self.store.catalog, snapshot(self.store.catalog)
         queues = {
             "loads": now.loads_queued,
             "reads": sum(not load.is_late for load in catalog.loads.by_artifact.values()),

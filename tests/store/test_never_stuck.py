@@ -15,9 +15,11 @@ from benchmarks.known_peers import KnownPeers
 from hetero_connector.artifacts.record import ArtifactId, ChunkRange
 from hetero_connector.errors import StoreError
 from hetero_connector.metrics import GAUGES
+from hetero_connector.store import io_thread
 from hetero_connector.store.artifact_store import ArtifactStore
 from hetero_connector.store.base import Failure, Wanted
 from hetero_connector.store.catalog.restore import Restore
+from hetero_connector.store.io_thread import SsdIo
 from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.store.ssd import health, journal_rows, reader
 from hetero_connector.store.ssd import writer as spilling
@@ -38,6 +40,7 @@ from tests.store.filling import (
     stored,
     wait,
 )
+from tests.store.under_way import snapshot
 from tests.transfer.memory_files import MemoryFiles, MemoryTransfer
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from tests.waiting import until
@@ -442,7 +445,7 @@ def test_what_is_forgotten_leaves_every_queue(driven: Driven) -> None:
     begin(driven.store, ids_of(chain("b39", 1))).release()
     assert len(driven.catalog._used) == 2
     driven.store.reset()
-    now = driven.store.snapshot()
+    now = snapshot(driven.store.catalog)
     assert (now.writes_queued, now.unsummed, now.pending_claims, now.loads_queued) == (0,) * 4
     assert not driven.catalog._used
 
@@ -486,6 +489,31 @@ def test_a_fleet_engine_that_may_not_write_flushes_and_closes_at_once(
     assert store.flush(60.0) is False
     store.close(deadline_s=60.0)
     assert time.monotonic() - began_s < 30, "nothing is waited for"
+
+
+def test_a_fleet_engine_closes_its_journal_and_then_waits_for_its_peer_process(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, close_ssd = list[str](), SsdIo.close
+
+    def close_files(ssd: SsdIo, timeout_s: float) -> bool:
+        closed.append("files")
+        return close_ssd(ssd, timeout_s)
+
+    def end_process(*_: object) -> bool:
+        time.sleep(0.2)
+        closed.append("process")
+        return True
+
+    monkeypatch.setattr(io_thread, "_IDLE_S", 0.01)
+    monkeypatch.setattr(io_thread, "_PROCESS_END_S", 60.0)
+    monkeypatch.setattr(SsdIo, "close", close_files)
+    monkeypatch.setattr(MemoryPeers, "close", end_process)
+    _, store = joined(tmp_path / "ssd", disk)
+    store.close(0.0)
+    assert closed == ["files", "process"]
+    with pytest.raises(StoreError, match="after it was closed"):
+        _ = store.arena.view
 
 
 @pytest.mark.parametrize("healed", [True, False])

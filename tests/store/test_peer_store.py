@@ -172,9 +172,8 @@ def test_what_is_here_already_is_not_read_again(
     )
 
 
-def test_two_restores_share_one_read(
-    fleet: Fleet, owner: ArtifactStore, reader: ArtifactStore
-) -> None:
+def test_two_restores_share_one_read(fleet: Fleet, owner: ArtifactStore) -> None:
+    reader = fleet.open(9, peer_deadline_s=60.0)
     copies = exports(owner, 8)
     fleet.network.stopped.add(PeerCard.decode(fleet.peers.cards[OWNER]).agent)
     first, second = fetch(reader, copies), fetch(reader, copies)

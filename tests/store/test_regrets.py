@@ -14,6 +14,7 @@ from hetero_connector.store.base import Failure
 from hetero_connector.store.catalog.regrets import WINDOW_S
 from tests.clock import Clock
 from tests.store.filling import CHUNK, DENSE, WINDOW, Bench, Disk, chain, put
+from tests.store.under_way import snapshot
 from tests.waiting import until
 
 REGRET = "heterocache_eviction_regret_tokens"
@@ -96,7 +97,7 @@ def test_what_left_dram_and_is_on_ssd_is_no_regret(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "ssd", Disk())
     store = bench.open(dram_chunks=4, ssd_chunks=32)
     put(store, chain("a", 1))
-    until(lambda: store.catalog.snapshot().writes_queued + store.catalog.snapshot().writing == 0)
+    until(lambda: snapshot(store.catalog).writes_queued + snapshot(store.catalog).writing == 0)
     for number in range(8):
         put(store, chain(f"other {number}", 1))
     (found,) = store.match(chain("a", 1))

@@ -104,18 +104,22 @@ def test_a_disk_that_cannot_be_told_makes_the_reset_false(
     put(store, CHUNKS)
     assert store.flush(60)
 
+    answers = threading.Event()
+
     def bad(file: GenerationFile, generation: Generation) -> None:
         if how == "fails":
             raise OSError("Read-only file system")
-        time.sleep(0.3)
+        answers.wait(60)
 
     with patch.object(GenerationFile, "write", bad):
         assert not store.reset()
+        answers.set()
         until(lambda: not store._generations._is_writing)
     assert not stored(store, CHUNKS), "this process forgets all the same"
     assert served(store, "a") == 0
     (line,) = [r for r in caplog.records if "will not outlive" in r.message]
     assert str(bench.root) in line.getMessage()
+    monkeypatch.setattr(artifact_store, "_KEEP_S", 60.0)
     assert store.reset(), "and the next reset is told"
     store.close()
 

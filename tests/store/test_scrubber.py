@@ -34,6 +34,7 @@ from tests.store.filling import (
     stored,
     wait,
 )
+from tests.store.under_way import snapshot
 from tests.waiting import until
 
 CHUNKS = chain("a", 6)
@@ -251,7 +252,7 @@ def test_a_store_that_closes_ends_it(bench: Bench) -> None:
 def test_a_store_in_dram_alone_is_checked(tmp_path: Path) -> None:
     store = Bench(None).open(verify="all")
     put(store, CHUNKS)
-    until(lambda: store.snapshot().unsummed == 0)
+    until(lambda: snapshot(store.catalog).unsummed == 0)
     done = scrub(store)
     assert (done.state, done.chunks_checked) == ("complete", 6)
     assert done.bytes_checked == 6 * sum(SIZES.values())

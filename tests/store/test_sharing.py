@@ -20,6 +20,7 @@ from hetero_connector.store.catalog import writes
 from hetero_connector.store.peers.ports import PeerAccess
 from hetero_connector.store.peers.sharing import Sharing
 from tests.store.filling import CHUNK, CHUNK_BYTES, FINGERPRINT, SIZES, Disk, chain, ids_of, put
+from tests.store.under_way import snapshot
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from tests.waiting import until
 
@@ -76,7 +77,10 @@ def on_ssd(store: ArtifactStore) -> set[ArtifactId]:
         return {a.id for a in store.catalog.tiers.index.artifacts() if a.ssd is not None}
 
 
-def test_what_is_ours_is_written_and_what_is_anothers_is_not(store: ArtifactStore) -> None:
+def test_what_is_ours_is_written_and_what_is_anothers_is_not(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writes, "_CLAIM_PATIENCE_S", 3600.0)
     sharing(store).serve_under(EPOCH)
     put(store, CHUNKS)
     assert all(c.copy and not c.copy.on_ssd for c in told(store, 6).values())
@@ -152,7 +156,10 @@ def test_a_child_waits_for_its_parents_also_when_everything_is_to_be_written(
     assert on_ssd(store) == set(ids_of(CHUNKS))
 
 
-def test_a_replica_that_becomes_ours_is_written(store: ArtifactStore) -> None:
+def test_a_replica_that_becomes_ours_is_written(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writes, "_CLAIM_PATIENCE_S", 3600.0)
     sharing(store).serve_under(EPOCH)
     put(store, CHUNKS)
     told(store, 6)
@@ -226,7 +233,7 @@ def test_a_reader_is_told_with_the_ends_of_each_owners_part_of_its_chain(
 def put_summed(store: ArtifactStore, chunks: list[ChunkRange]) -> None:
     """Save whole chunks, and wait for their checksums: while one is made its artifact is pinned."""
     put(store, chunks)
-    until(lambda: (now := store.snapshot()).unsummed == now.pinned == 0)
+    until(lambda: (now := snapshot(store.catalog)).unsummed == now.pinned == 0)
 
 
 def test_what_others_read_of_ours_is_asked_when_dram_is_full_and_then_leaves_last() -> None:
@@ -266,7 +273,7 @@ def test_the_io_thread_of_an_idle_store_rests(tmp_path: Path, has_ssd: bool) -> 
     store = open_store(tmp_path if has_ssd else None)
     put_summed(store, CHUNKS)
     sharing(store).resolve_claims(dict.fromkeys(ids_of(CHUNKS), 4), ())
-    until(lambda: not store.snapshot().writes_queued)
+    until(lambda: not snapshot(store.catalog).writes_queued)
     assert store.catalog.writes.next_due_s == math.inf
     with patch.object(store.io_thread, "step", return_value=False) as step:
         time.sleep(0.3)

@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from unittest.mock import MagicMock
@@ -32,6 +33,7 @@ from hetero_connector.store.catalog import (
     tiers,
     writes,
 )
+from hetero_connector.store.catalog.catalog import Catalog
 from hetero_connector.store.catalog.exports import ExportFeed
 from hetero_connector.store.catalog.nodes import Artifact, Node
 from hetero_connector.store.catalog.prefetch_schedule import ExpectedReturn
@@ -60,6 +62,7 @@ from tests.store.filling import (
     put,
     slab_offset,
 )
+from tests.store.under_way import snapshot
 from tests.transfer.memory_peers import MemoryNetwork, MemoryPeers
 from tests.waiting import until
 
@@ -179,7 +182,63 @@ def test_what_was_not_written_is_searched_without_the_lock(
     assert offered == [4, 2]
 
 
-def test_a_round_that_finds_nothing_takes_the_lock_for_prefetches_alone(
+class Watched(MagicMock):
+    """An artifact; while it is looked at another thread gets the catalog's lock."""
+
+    store: ArtifactStore
+    is_seen = False
+
+    @property
+    def sealed(self) -> bool:
+        thread = threading.Thread(target=self.store.occupancy, daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive(), "it waits for the lock"
+        self.is_seen = True
+        return False
+
+    @property
+    def ssd(self) -> bool:
+        return self.sealed
+
+
+@pytest.mark.parametrize("look", [Catalog.take_used, Catalog.queue_used_writes])
+def test_what_restores_used_is_sorted_without_the_lock(
+    store: ArtifactStore, look: Callable[[Catalog], object]
+) -> None:
+    store.catalog.set_write_budget(MagicMock())
+    used = Watched()
+    used.store = store
+    store.catalog._used[used] = None
+    look(store.catalog)
+    assert used.is_seen
+
+
+def test_no_use_is_lost_while_they_are_taken(store: ArtifactStore) -> None:
+    put(store, CHUNKS[:2])
+    rounds(store)
+    taken = [0]
+    use = partial(_use, store, CHUNKS[1:2])
+
+    def take() -> None:
+        taken[0] += len(store.catalog.take_used())
+
+    def prepare() -> tuple[Callable[[], object], Callable[[], object]]:
+        take()
+        _use(store, CHUNKS[:1])
+        return take, use
+
+    tries = try_every_switch(prepare, catalog)
+    assert tries > 5
+    take()
+    assert taken[0] == (2 * tries - 1) * len(SIZES), "the last try has no second use"
+
+
+def _use(store: ArtifactStore, chunks: Sequence[ChunkRange]) -> None:
+    begin(store, ids_of(chunks)).release()
+
+
+def test_a_round_that_finds_nothing_takes_no_lock(
     store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(store, CHUNKS)
@@ -188,7 +247,8 @@ def test_a_round_that_finds_nothing_takes_the_lock_for_prefetches_alone(
     with monkeypatch.context() as patch:
         patch.setattr(store.catalog, "_lock", lock)
         assert not store.run_io_round()
-    assert lock.__enter__.call_count == 1
+        assert not store.catalog.has_overdue_write()
+    assert lock.__enter__.call_count == 0
     store.check_integrity()
 
 
@@ -325,7 +385,7 @@ class _Rounds:
         self._bench = Bench(self._folder / str(self._num_tries), Disk(), Clock())
         store = self._store = self._open()
         put(store, CHUNKS[:3])
-        until(lambda: not (store.run_io_round() or store.snapshot().writing))
+        until(lambda: not (store.run_io_round() or snapshot(store.catalog).writing))
         store.leave_to_ssd()
         put(store, OTHERS)
         store.expect(ExpectedReturn("session", (CHUNKS[2].key,), 0.0, math.inf, 0.9))

@@ -124,6 +124,22 @@ def test_state_that_is_stored_later_is_evicted_where_pins_have_no_room() -> None
     clocked.store.close()
 
 
+def test_a_chunk_that_was_lost_is_pinned_when_it_is_stored_again(clocked: Clocked) -> None:
+    store, one = clocked.store, chain("one", 2)
+    put(store, one)
+    assert clocked.pin(one) == Pinned(2 * CHUNK, 2 * BYTES)
+    with store.catalog.locked():
+        for artifact in list(store.catalog.tiers.index.nodes[one[1].key].artifacts.values()):
+            store.catalog.tiers.forget(artifact)
+    assert stored(store, one) == 1
+    put(store, one[1:])
+    clocked.press("x")
+    assert stored(store, one) == 2
+    store.retention.unpin_chain(str(one[-1].key))
+    clocked.press("y")
+    assert stored(store, one) == 0
+
+
 def test_a_pin_that_is_refused_leaves_the_one_of_that_name(clocked: Clocked) -> None:
     one, long = chain("one", 2), chain("long", 4)
     put(clocked.store, [*one, *long])

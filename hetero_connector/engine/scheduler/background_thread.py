@@ -40,8 +40,9 @@ class BackgroundThread:
         if self._jobs.qsize() >= _MAX_JOBS:
             return None
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()  # if it cannot start, the next job tries again
+            self._thread = thread
         future: Future[_T] = Future()
         self._jobs.put((future, job))
         return future

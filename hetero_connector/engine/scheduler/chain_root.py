@@ -134,7 +134,7 @@ class ChainRoot:
         vLLM does not reset its cache while requests run, nor by itself, and its old pages look
         like newer ones.
         """
-        if not local_tokens:
+        if local_tokens <= 0:
             return False
         return self._has_outdated_pages or any(x.includes(request) for x in self._cleared)
 

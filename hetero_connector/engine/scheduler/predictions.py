@@ -121,7 +121,7 @@ class Predictions:
         begun_s = earlier.begun_s if earlier and earlier.decision else self._clock()
         tracker.wait = Wait(begun_s, num_tokens, decision)
 
-    def on_admitted(self, tracker: RequestTracker, restored: bool, *, stopped: bool) -> None:
+    def on_admitted(self, tracker: RequestTracker, *, stopped: bool) -> None:
         """Note what vLLM admits, before the tracker forgets how it was staged.
 
         `stopped`: the connector restores nothing any more.
@@ -131,7 +131,7 @@ class Predictions:
             num_tokens = int(tracker.request.num_tokens)
             tracker.wait = Wait(begun_s, num_tokens, None)
         staging_s = (tracker.attempts.staged_s or 0.0) if tracker.attempts else 0.0
-        restore = tracker.restore if restored else None
+        restore = tracker.restore if tracker.restored_tokens else None
         reason = None if restore is not None else _reason_at_admission(tracker, stopped)
         reads = {} if restore is None else restore.handle.tier_reads()
         tracker.wait.admission = Admission(self._clock(), staging_s, restore, reason, reads)

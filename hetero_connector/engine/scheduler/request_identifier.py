@@ -76,7 +76,7 @@ class _Reading:
 
     begun_s: float
     lora: Future[bytes] | None = None
-    media: Sequence[Future[bytes]] = ()
+    media: list[Future[bytes]] = field(default_factory=list)
     embeddings: Future[bytes] | None = None
     is_checked: bool = False
     """True once the adapter's files were checked for the first time."""
@@ -88,6 +88,11 @@ class _Reading:
     @property
     def is_done(self) -> bool:
         return all(future.done() for future in self.futures)
+
+    def cancel(self) -> None:
+        """Leave out what has not begun."""
+        for future in self.futures:
+            future.cancel()
 
 
 @dataclass
@@ -127,10 +132,11 @@ class RequestIdentifier:
             self._give_up(request, "with load_inplace vLLM reads its files again in every step")
         elif request.mm_features and self.media_ids is MediaIds.NONE:
             self._give_up(request, "this engine cannot identify their contents")
-        elif (reading := self._order_reading(request)) is None:
-            self._give_up(request, "too many adapters, items or embeddings wait")
-        else:
+        elif self._order(request, reading := _Reading(self.clock())):
             self._readings[request.request_id] = reading
+        else:
+            reading.cancel()
+            self._give_up(request, "too many adapters, items or embeddings wait")
 
     def identify(self, request: Request) -> RequestIdentity | UnidentifiedReason:
         """Return the request's identity as far as it is known now. Never waits for a file."""
@@ -151,9 +157,8 @@ class RequestIdentifier:
 
     def _drop_reading(self, request_id: str) -> None:
         """Forget what is being read for a request; what has not begun is not read."""
-        reading = self._readings.pop(request_id, None)
-        for future in [] if reading is None else reading.futures:
-            future.cancel()
+        if (reading := self._readings.pop(request_id, None)) is not None:
+            reading.cancel()
 
     @property
     def adapters(self) -> Mapping[str, bytes]:
@@ -189,23 +194,20 @@ class RequestIdentifier:
             self._names.is_distrusted(feature.identifier) for feature in request.mm_features
         )
 
-    def _order_reading(self, request: Request) -> _Reading | None:
-        """Order the unknown digests; None if too many are queued."""
-        reading = _Reading(self.clock())
+    def _order(self, request: Request, reading: _Reading) -> bool:
+        """Order the unknown digests; False, with some of them ordered, if too many are queued."""
         if request.lora_request is not None:
             reading.lora = self._read_adapter(request.lora_request)
             if reading.lora is None:
-                return None
-        if self.media_ids is MediaIds.CONTENT:
-            media = [self._read_item(feature.data) for feature in request.mm_features]
-            reading.media = [future for future in media if future is not None]
-            if len(reading.media) < len(media):
-                return None
+                return False
+        for feature in request.mm_features if self.media_ids is MediaIds.CONTENT else ():
+            if (future := self._read_item(feature.data)) is None:
+                return False
+            reading.media.append(future)
         if (embeddings := request.prompt_embeds) is not None:
             reading.embeddings = self.embeddings_thread.submit(lambda: row_digests(embeddings))
-            if reading.embeddings is None:
-                return None
-        return reading
+            return reading.embeddings is not None
+        return True
 
     def _read_adapter(self, lora: LoRARequest) -> Future[bytes] | None:
         path = str(lora.lora_path)
@@ -236,7 +238,9 @@ class RequestIdentifier:
         if lora is None or reading.lora is None:
             return
         if self.clock() - reading.begun_s > _FRESH_S:
-            reading.lora = self._read_adapter(lora) or reading.lora
+            if (again := self._read_adapter(lora)) is not None:
+                reading.lora.cancel()
+                reading.lora = again
             reading.begun_s = self.clock()
         if self._adapters.is_known(lora) and self.adapter_thread.busy_s < _WAIT_S:
             wait([reading.lora], _WAIT_S)

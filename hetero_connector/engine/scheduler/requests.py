@@ -85,7 +85,9 @@ class RequestTracker:
     matched_chunks: int = 0
     """Leading full chunks that were stored at the last match."""
     local_tokens: int = 0
-    """Tokens in the engine's own prefix cache at the last match."""
+    """Tokens in the engine's own prefix cache at the last match, in whole blocks."""
+    restored_tokens: int = 0
+    """Tokens that its last admission counted as restored."""
     stored_tokens: int = 0
     """The end of what was stored of it at the last match."""
     asked_s: float = 0.0
@@ -98,15 +100,15 @@ class RequestTracker:
     reuse: Reuse | None = None
     """The chunks found stored when it was first admitted; None before."""
     missed_chunks: int = 0
-    """Stored chunks that it then had to compute again because no checkpoint was there, or would
-    have had to without the engine's own cache."""
+    """Stored chunks that it then had to compute again because no checkpoint was there, or, 64 at
+    most, would have had to without the engine's own cache."""
     passes_match: bool = False
     """True until its first step, if the engine's own cache has all that was stored of it, and the
     end of that has no checkpoint."""
     lacks_parent: bool = False
-    """True from when a chunk was not stored that cannot be stored later, so that none after it can,
-    until the next admission."""
-    unsaved: ChunkKey | None = None
+    """True, until the next admission, if a chunk of a model without prefix-proportional state found
+    no place: its state has left the pages, so its chain cannot go on."""
+    unplaced: ChunkKey | None = None
     """The latest chunk that found no place in the store, which is tried in every step but counted
     once."""
     undecided: int = 0
@@ -157,6 +159,14 @@ class RequestTracker:
         A preempted request computes its answer again, too, before it decodes its last token.
         """
         return max(int(self.request.num_prompt_tokens), int(self.request.num_tokens) - 1)
+
+    @property
+    def local_hit(self) -> int:
+        """Tokens that the engine's own prefix cache had, in the first step after an admission.
+
+        A hit may end inside a block: `local_tokens` leaves that part out.
+        """
+        return int(self.request.num_computed_tokens) - self.restored_tokens
 
     @property
     def left_to_compute(self) -> int:

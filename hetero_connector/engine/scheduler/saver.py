@@ -107,6 +107,8 @@ class Saver:
         else:
             keys = tracker.chain.keys_back_from(matched)
             tracker.reuse = self._kept.reuse(matched, local, keys)
+        if tracker.params.max_load_tokens is not None:
+            return  # the client may have cut the match, so that no one has left the chain there
         tracker.missed_chunks = matched - tracker.next_chunk
         is_passed = 0 < matched <= local and tracker.stored_tokens == matched * size
         if is_passed and not self._has_recurrent:
@@ -179,7 +181,7 @@ class Saver:
         if end >= max(1, tracker.windows_from) and not self._has_recurrent:
             chunk = tracker.chain.ending_at(end)
             self._collect(collected, chunk, self._plain_types, table)
-            self._kept.add(chunk.key)
+            self._note_kept(chunk, Boundary(end // self._layout.chunk_tokens, turn_end=True))
         self._collect_handoff(collected, tracker, known, table)
         if tracker.reuse is not None:
             added = max(0, known // self._layout.chunk_tokens - tracker.reuse.matched)
@@ -280,9 +282,10 @@ class Saver:
         if (
             tracker.windows_from <= chunk.end <= known
             and all(self._has_pages(t, chunk, table) for t in missing)
-            and self._choose_checkpoint(tracker, chunks)
+            and (boundary := self._checkpoint_after(tracker, chunks))
         ):
             self._reserve(collected, chunk, missing)
+            self._note_kept(chunk, boundary)
 
     def _collect_full_chunk(
         self, collected: _Collected, tracker: RequestTracker, chunks: int, table: BlockTable
@@ -290,8 +293,9 @@ class Saver:
         """Reserve the last of the request's first `chunks` chunks; False if there is no space."""
         chunk = tracker.chain.ending_at(chunks * self._layout.chunk_tokens)
         exact = chunk.end >= tracker.windows_from
-        if exact and self._choose_checkpoint(tracker, chunks):
+        if exact and (boundary := self._checkpoint_after(tracker, chunks)):
             kept = self._collect(collected, chunk, self._plain_types, table)
+            self._note_kept(chunk, boundary)
             if kept:
                 self._decide(tracker, Verdict.DROP)
             return kept
@@ -306,17 +310,19 @@ class Saver:
             tracker.undecided = reserved[0] if reserved else 0
         return True
 
-    def _choose_checkpoint(self, tracker: RequestTracker, chunks: int) -> bool:
-        """Decide if the boundary after the first `chunks` chunks gets a checkpoint."""
+    def _checkpoint_after(self, tracker: RequestTracker, chunks: int) -> Boundary | None:
+        """Return the boundary after the first `chunks` chunks if it gets a checkpoint."""
         size, prompt = self._layout.chunk_tokens, int(tracker.request.num_prompt_tokens)
         match_ended_here = tracker.reuse is not None and chunks == tracker.reuse.matched
         missed = tracker.missed_chunks if match_ended_here else 0
         boundary = Boundary.of_prompt(chunks, prompt, size, missed)
-        if not self._policy.should_keep(boundary):
-            return False
-        if boundary.turn_end or missed:
-            self._kept.add(tracker.chain.ending_at(chunks * size).key)
-        return True
+        return boundary if self._policy.should_keep(boundary) else None
+
+    def _note_kept(self, chunk: ChunkRange, boundary: Boundary) -> None:
+        """Remember the boundary if any period keeps it, and its state is stored or has a place."""
+        is_kept = boundary.turn_end or boundary.missed_chunks > 0
+        if is_kept and not self._store.missing(chunk, self._model.types_at(chunk.end)):
+            self._kept.add(chunk.key)
 
     def _first_chunk_to_save(self, tracker: RequestTracker, stop: int) -> int:
         """Return `next_chunk`, or an earlier chunk if its parent has been evicted."""
@@ -368,10 +374,10 @@ class Saver:
         is_new = limits_life and len(self._store.missing(chunk, all_types)) == len(all_types)
         sizes = {t: self._layout.artifact_bytes(t, chunk.start, chunk.end) for t in types}
         tracker = collected.tracker
-        is_again = tracker.unsaved == chunk.key
+        is_again = tracker.unplaced == chunk.key
         reservation = self._store.begin_save(chunk, sizes, is_again=is_again)
         if reservation is None:
-            tracker.unsaved = chunk.key
+            tracker.unplaced = chunk.key
             return False
         if is_new:
             collected.tracker.new_chunks.append(chunk.key)
@@ -414,8 +420,9 @@ class Saver:
     def _collect_recurrent(self, tracker: RequestTracker, boundary: int) -> _Collected:
         collected = _Collected(tracker)
         chunks, rest = divmod(boundary, self._layout.chunk_tokens)
-        if not rest and self._choose_checkpoint(tracker, chunks):
+        if not rest and (checkpoint := self._checkpoint_after(tracker, chunks)):
             chunk = tracker.chain.ending_at(boundary)
             types = self._store.missing(chunk, [StateType.RECURRENT])
             self._reserve(collected, chunk, types)
+            self._note_kept(chunk, checkpoint)
         return collected

@@ -121,8 +121,7 @@ class SchedulerSide:
         self._recorder = recorder
         num_ranks = num_ranks or layout.model.tp_size
         self._hidden_share = float(layerwise)
-        """Share of a load that the forward hides. Until a worker knows its model's layer hooks, all
-        of a layer-wise load."""
+        """Share of a load that the forward hides; all of a layer-wise one until a worker tells."""
         self._parking: Parking = parking
         self.predictions = Predictions(recorder, self.costs.load, store, clock)
         self._peers = PeerMatcher(layout, store, fleet, recorder, clock, load_deadline_s)
@@ -200,10 +199,10 @@ class SchedulerSide:
         if not self._admissions.admitted:  # a reset must not drop loads admitted in this step
             self.root.adopt_fleet_reset()
         tracker = self._track(request)
-        if tracker is UnidentifiedReason.PENDING:
+        if tracker is UnidentifiedReason.PENDING and not self.is_stopped:
             self._has_unanswered = True
             return None, False
-        if tracker is UnidentifiedReason.NEVER:
+        if isinstance(tracker, UnidentifiedReason):
             return 0, False
         if request.skip_reading_prefix_cache:
             tracker.grow()
@@ -235,10 +234,10 @@ class SchedulerSide:
         tracker.admitting = True
         if request.num_computed_tokens == 0:  # else a load between steps has ended
             tracker.outdated = True  # unless the root says otherwise
-            is_restored, stopped = num_external_tokens > 0, self.is_stopped
+            tracker.restored_tokens = num_external_tokens
             try:
                 tracker.outdated = self.root.may_be_outdated(request, tracker.local_tokens)
-                self.predictions.on_admitted(tracker, is_restored, stopped=stopped)
+                self.predictions.on_admitted(tracker, stopped=self.is_stopped)
             except Exception as error:  # vLLM counts on the load: it must be ordered all the same
                 self._errors.count("update_state_after_alloc", error)
         assert self._kv_cache_manager is not None
@@ -464,9 +463,8 @@ class SchedulerSide:
             return identity
         self.store.expire_due()  # the I/O thread may be busy, or there is none
         params = self._sessions.params.read(request.kv_transfer_params, request.request_id)
-        tracker = RequestTracker.of(
-            request, self.root.hasher, identity, self.commands.clearings, params
-        )
+        hasher, clearings = self.root.hasher, self.commands.clearings
+        tracker = RequestTracker.of(request, hasher, identity, clearings, params)
         self._trackers[request.request_id] = tracker
         self.predictions.on_asked(tracker)
         self._queue.enqueue(tracker)
@@ -478,6 +476,8 @@ class SchedulerSide:
         if (tracker := self._trackers.get(request_id)) is None:
             return
         self.predictions.on_progress(tracker)
+        if tracker.admitting and self.root.may_be_outdated(tracker.request, tracker.local_hit):
+            tracker.outdated = True
         if tracker.outdated or self.is_stopped or not self._may_save(tracker):
             return
         if tracker.admitting:

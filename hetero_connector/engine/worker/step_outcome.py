@@ -51,8 +51,6 @@ class StepOutcome:
         self._finished_recving: set[str] = set()
         self._failed_recving: set[str] = set()
         self._invalid_blocks: set[int] = set()
-        self._lost: set[str] = set()
-        """Requests whose parked load was reported as lost, while its copy may be under way."""
         self.broken = False
         """True once a load has failed."""
 
@@ -69,11 +67,8 @@ class StepOutcome:
         self._report.loaded.update(load.load_id for load in loads)
 
     def on_parked_load(self, load: Load) -> None:
-        """Report a load between steps to vLLM, unless it has been reported as lost."""
-        if load.request_id in self._lost:
-            self._lost.remove(load.request_id)  # a later request may have its id
-        else:
-            self._finished_recving.add(load.request_id)
+        """Report to vLLM that a load between steps has ended."""
+        self._finished_recving.add(load.request_id)
 
     def on_saves_ended(self, saves: Iterable[Save], *, copied: bool) -> None:
         """Report saves that were copied, or ended without a complete copy."""
@@ -102,8 +97,6 @@ class StepOutcome:
             self._errors.count("load", error)
             self.broken = self._report.broken = True
             for load in loads:
-                if load.parked:
-                    self._lost.add(load.request_id)
                 ids = [i for blocks in load.blocks.values() for i in blocks.ids]
                 self.on_lost_load(LostLoad(load.request_id, ids, load.parked))
 

@@ -55,7 +55,7 @@ from hetero_connector.store.catalog.scrubbing import ScrubbedCopy
 from hetero_connector.store.catalog.tick_times import TickTimes
 from hetero_connector.store.catalog.tiers import Health, Occupancy, Tiers
 from hetero_connector.store.catalog.write_budget import WriteBudget
-from hetero_connector.store.catalog.writes import Write, Writes
+from hetero_connector.store.catalog.writes import Write, Writes, unwritten_of
 
 GAUGE_INTERVAL_S = 1.0
 _OFFERED_AT_ONCE = 512
@@ -80,20 +80,6 @@ class RowsToForget:
     ids: Sequence[ArtifactId]
     cleared_for: bytes | None
     """The tag of the generation for which the whole journal is cleared instead; None: it is not."""
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Counts of what is under way, for tests and diagnosis."""
-
-    loads_queued: int
-    loads: int
-    writes_queued: int
-    writing: int
-    unsummed: int
-    pending_claims: int
-    rows_to_forget: int
-    pinned: int
 
 
 def _locked(
@@ -427,9 +413,12 @@ class Catalog:
     def next_prefetch(self, *, may_start: bool) -> tuple[bool, list[Load]]:
         """Look after staged sessions and, if `may_start`, begin reads for the next one.
 
-        Returns whether anything changed, and the reads. Searches a chain without the lock.
+        Returns whether anything changed, and the reads. Takes the lock if there is anything to do,
+        but not while it searches a chain.
         """
         prefetcher = self.prefetcher
+        if not prefetcher.is_due:
+            return False, []
         with self._lock:
             moved = prefetcher.tend()
             if not (may_start or prefetcher.is_ending):
@@ -471,10 +460,15 @@ class Catalog:
         """Note checksums; peers may read the artifacts from now."""
         self.writes.finish_sums(artifacts, checksums)
 
-    @_locked
     def has_overdue_write(self) -> bool:
-        """Return whether the next write has waited for reads for long enough."""
-        return self.writes.waits_too_long
+        """Return whether the next write has waited for reads for long enough.
+
+        Takes the lock if there is one.
+        """
+        if not len(self.writes):
+            return False
+        with self._lock:
+            return self.writes.waits_too_long
 
     def admit_writes(self) -> list[Write]:
         """Return the next writes, which begin once the journal allows it; see `Writes.admit`.
@@ -520,11 +514,15 @@ class Catalog:
         self.writes.finish(writes, is_stored=is_stored, is_late=is_late, may_be_bad=may_be_bad)
         self._lock.notify_all()
 
-    @_locked
     def queue_used_writes(self) -> None:
-        """Queue what restores used and only DRAM has: it is worth more than when it was refused."""
+        """Queue what restores used and only DRAM has: it is worth more than when it was refused.
+
+        Takes the lock if there is a budget, for one batch at a time.
+        """
         if self.writes.admission.budget is not None:
-            self.writes.offer_all(list(self._used))
+            with self._lock:
+                used = list(self._used)
+            self._offer_all(unwritten_of(used))
 
     @_locked
     def pause_writing(self, again_s: float) -> None:
@@ -541,10 +539,7 @@ class Catalog:
         with self._lock:
             self.write_again_s = math.inf
             self.writes.is_resuming = self.writes.is_writable = True
-        unwritten = self.writes.unwritten()
-        for first in range(0, len(unwritten), _OFFERED_AT_ONCE):
-            with self._lock:
-                self.writes.offer_all(unwritten[first : first + _OFFERED_AT_ONCE])
+        self._offer_all(self.writes.unwritten())
         with self._lock:
             self.writes.is_resuming = False
             self._lock.notify_all()
@@ -589,15 +584,15 @@ class Catalog:
             self.tiers.forgotten[:0] = rows.ids
             self.tiers.journal_stale |= rows.cleared_for is not None
 
-    @_locked
     def take_used(self) -> list[tuple[ArtifactId, int]]:
         """Return (artifact, uses) of what restores used since the last call, least recent first.
 
-        Nothing while the SSD is not written to.
+        Nothing while the SSD is not written to. Sorts without the lock.
         """
-        used = sorted((a for a in self._used if a.ssd), key=lambda a: a.last_used)
-        self._used.clear()
-        return [(a.id, a.uses) for a in used] if self.writes.is_writable else []
+        with self._lock:
+            used, self._used = self._used, {}
+        stored = sorted((a for a in used if a.ssd), key=lambda a: a.last_used)
+        return [(a.id, a.uses) for a in stored] if self.writes.is_writable else []
 
     # --- the I/O thread itself --------------------------------------------------------------------
 
@@ -691,20 +686,6 @@ class Catalog:
         ssd = self.writes.is_writable, self.ssd_readable, self.late_bytes
         return Health(self.serves_loads, *ssd)
 
-    @_locked
-    def snapshot(self) -> Snapshot:
-        """Count what is under way."""
-        return Snapshot(
-            loads_queued=sum(map(self.loads.num_queued, Source)),
-            loads=len(self.loads),
-            writes_queued=len(self.writes),
-            writing=self.writes.num_writing,
-            unsummed=self.writes.num_unsummed,
-            pending_claims=len(self.writes.claims),
-            rows_to_forget=len(self.tiers.forgotten) + self.tiers.journal_stale,
-            pinned=len(self.tiers.pinned()),
-        )
-
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock, for what must look at or change several parts at one moment."""
@@ -724,6 +705,12 @@ class Catalog:
         tick = self.tiers.tick()
         self.tick_times.note(tick, self.clock())
         return tick
+
+    def _offer_all(self, unwritten: Sequence[Artifact]) -> None:
+        """Queue what is to be written, parents first; takes the lock for one batch at a time."""
+        for first in range(0, len(unwritten), _OFFERED_AT_ONCE):
+            with self._lock:
+                self.writes.offer_all(unwritten[first : first + _OFFERED_AT_ONCE])
 
     def _undo(self, artifacts: Iterable[Artifact]) -> None:
         """Forget artifacts that are not sealed."""

@@ -61,7 +61,7 @@ class FleetSide:
             return [artifact for artifact in artifacts if self._find_sealed(artifact) is None]
 
     def inventory(self) -> Iterator[list[ExportChange]]:
-        """Yield everything that is stored and has a checksum, in batches, parents first.
+        """Yield everything that is stored and has a checksum, in batches.
 
         Holds the lock for one batch at a time.
         """

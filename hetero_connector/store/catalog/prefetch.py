@@ -113,6 +113,13 @@ class Prefetcher:
         self._worth = PrefetchWorth(costs, self._tiers.seconds_saved)
 
     @property
+    def is_due(self) -> bool:
+        """Return whether there is anything to do now. The I/O thread needs no lock for it."""
+        if self.declined or self._returned or self._job is not None:
+            return True
+        return self.wake_s <= self._clock()
+
+    @property
     def wake_s(self) -> float:
         """Clock time of the next thing to do."""
         expiries = (job.expires_s for job in self._waiting if not job.num_loading)

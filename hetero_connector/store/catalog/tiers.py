@@ -205,13 +205,15 @@ class Tiers:
     def forget_remains(self, node: Node, *, is_evicted: bool = False) -> None:
         """Forget what is left of a leaf that has lost its prefix-proportional state.
 
-        It cannot be restored, and it would keep the chunks above it in place for ever where few
-        chunks have a checkpoint: slots for checkpoints are never short there. `is_evicted`: the
-        policy evicted that state, so that this counts as its eviction, too.
+        It cannot be restored, and would keep the chunks above it in place until its own turn comes.
+        In a fleet our own state on SSD waits for that turn: a peer may have the rest of the chunk.
+        `is_evicted`: the policy evicted that state, so that this counts as its eviction, too.
         """
         while self._has_prefix and node.parent is not None and not node.num_children:
             remains = list(node.artifacts.values())
             if any(a.state_type.family is Family.PREFIX for a in remains):
+                return
+            if self.feed is not None and any(a.ssd and not a.replica for a in remains):
                 return
             for artifact in remains:
                 for tier in (Tier.DRAM, Tier.SSD):

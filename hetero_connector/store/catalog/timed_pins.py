@@ -1,8 +1,8 @@
 """Timed pins: chains that clients and operators keep in place until a time.
 
 Nothing of a pinned chain leaves the tier it is in, whatever the eviction policy says. Pins name the
-chunks that are stored when they begin, and state of these that is stored later is kept as far as
-the bounds allow; chunks that several pins share are counted once. Pins are
+chunks that are stored when they begin, and state of these that is stored later, or again, is kept
+as far as the bounds allow; chunks that several pins share are counted once. Pins are
 bounded in bytes, together and for each tenant, so that they fill no tier, and in number. They end
 with the process.
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
+from hetero_connector.artifacts.record import ChunkKey
 from hetero_connector.containers import ExpiringHeap
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.base import Pinned, PinRefusal, PinUse, TimedPin
@@ -73,16 +74,16 @@ class TimedPins:
         self._ends = ExpiringHeap[Hashable, _Pin](self._pins)
         self._shares = {is_bounded: FairShares(_CAPACITY) for is_bounded in (True, False)}
         """Clients' pins and operators', apart: those of clients push none of an operator out."""
-        self._counts: dict[Node, _Count] = {}
+        self._counts: dict[ChunkKey, _Count] = {}
         self._bytes_by_tenant: dict[bytes, int] = {}
-        self._passed_over: dict[Node, dict[Artifact, None]] = {}
+        self._passed_over: dict[ChunkKey, dict[Artifact, None]] = {}
         """Artifacts that eviction met and passed over."""
 
     def __len__(self) -> int:
         return len(self._pins)
 
     def __contains__(self, node: Node) -> bool:
-        return node in self._counts
+        return node.key in self._counts
 
     @property
     def size_bytes(self) -> int:
@@ -115,7 +116,7 @@ class TimedPins:
         A refused pin leaves the earlier one. `is_bounded`: within the tenant's share.
         """
         chunks = list(_chain(node))
-        new_bytes = sum(self._size_bytes(x) for x in chunks if x not in self._counts)
+        new_bytes = sum(self._size_bytes(x) for x in chunks if x.key not in self._counts)
         if (refusal := self._refusal(new_bytes, tenant, is_bounded=is_bounded)) is not None:
             return refusal
         pin = _Pin(node, len(chunks), tenant, until_s, is_bounded)
@@ -158,7 +159,7 @@ class TimedPins:
 
         One that was stored after its chunk was pinned is pinned now, if there is room for it.
         """
-        if (count := self._counts.get(artifact.node)) is None:
+        if (count := self._counts.get(artifact.node.key)) is None:
             return False
         kind = artifact.state_type
         if kind not in count.kinds:
@@ -167,7 +168,7 @@ class TimedPins:
                 return False
             count.kinds.add(kind)
             self._add_bytes(count.tenant, size_bytes)
-        self._passed_over.setdefault(artifact.node, {})[artifact] = None
+        self._passed_over.setdefault(artifact.node.key, {})[artifact] = None
         return True
 
     def clear(self) -> None:
@@ -182,8 +183,8 @@ class TimedPins:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the counts are those of the pins."""
-        pins = Counter(node for pin in self._pins.values() for node in pin.chain)
-        assert pins == {node: count.pins for node, count in self._counts.items()}
+        pins = Counter(node.key for pin in self._pins.values() for node in pin.chain)
+        assert pins == {key: count.pins for key, count in self._counts.items()}
         sizes = Counter[bytes]()
         for count in self._counts.values():
             sizes[count.tenant] += self._sum(count.kinds)
@@ -193,21 +194,21 @@ class TimedPins:
 
     def _count_up(self, pin: _Pin) -> None:
         for node in pin.chain:
-            if (count := self._counts.get(node)) is not None:
+            if (count := self._counts.get(node.key)) is not None:
                 count.pins += 1
                 continue
             kinds = set(node.artifacts)
-            self._counts[node] = _Count(1, kinds, pin.tenant, pin.is_bounded)
+            self._counts[node.key] = _Count(1, kinds, pin.tenant, pin.is_bounded)
             self._add_bytes(pin.tenant, self._sum(kinds))
 
     def _count_down(self, pin: _Pin) -> None:
         for node in pin.chain:
-            count = self._counts[node]
+            count = self._counts[node.key]
             count.pins -= 1
             if not count.pins:
-                del self._counts[node]
+                del self._counts[node.key]
                 self._add_bytes(count.tenant, -self._sum(count.kinds))
-                for artifact in self._passed_over.pop(node, ()):
+                for artifact in self._passed_over.pop(node.key, ()):
                     self._offer(artifact)
 
     def _size_bytes(self, node: Node) -> int:

@@ -152,8 +152,7 @@ class Writes:
 
     def offer_all(self, artifacts: Iterable[Artifact]) -> None:
         """Queue those of them that are in DRAM alone and ours to write."""
-        wanted = (a for a in artifacts if a.sealed and could_be_written(a))
-        for artifact in sorted(wanted, key=_parents_first):
+        for artifact in unwritten_of(artifacts):
             self.queue(artifact, self._clock())
 
     def unwritten(self) -> list[Artifact]:
@@ -162,8 +161,7 @@ class Writes:
         Needs no lock, so it may miss a change that is being made.
         """
         nodes = list(self._tiers.index.nodes.values())  # one call that no thread can interrupt
-        found = (a for node in nodes for a in list(node.artifacts.values()))
-        return sorted((a for a in found if a.sealed and could_be_written(a)), key=_parents_first)
+        return unwritten_of(a for node in nodes for a in list(node.artifacts.values()))
 
     def discard(self, artifact: Artifact) -> None:
         """Drop an artifact that was forgotten from every queue."""
@@ -423,6 +421,11 @@ class Writes:
         for artifact in artifacts:
             self._tiers.unpin(artifact)
         self.num_writing -= len(artifacts)
+
+
+def unwritten_of(artifacts: Iterable[Artifact]) -> list[Artifact]:
+    """Return those that are in DRAM alone and ours to write, parents first. Needs no lock."""
+    return sorted((a for a in artifacts if a.sealed and could_be_written(a)), key=_parents_first)
 
 
 def _parents_first(artifact: Artifact) -> tuple[int, bytes]:

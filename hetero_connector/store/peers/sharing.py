@@ -93,7 +93,7 @@ class Sharing:
         return self._port.feed.take_loss()
 
     def inventory(self) -> Iterator[list[ExportChange]]:
-        """Yield all that is here and has a checksum, a batch at a time, parents first."""
+        """Yield all that is here and has a checksum, a batch at a time."""
         return self._fleet_side.inventory()
 
     def resolve_claims(

@@ -107,6 +107,7 @@ class SsdDirectory:
         self._found_bytes = 0
         """The size that the slab file had when it was opened."""
         self._warned_of_intruder = False
+        self._last_look_failed = False
 
     @classmethod
     def open(
@@ -230,7 +231,10 @@ class SsdDirectory:
             raise TransferError(e.errno, f"fdatasync of {SLAB_NAME}: {e}") from e
 
     def why_lost(self) -> str | None:
-        """Why the next engine would not find the files where they were; None: it would."""
+        """Why the next engine would not find the files where they were; None: it would.
+
+        Where that cannot be seen, the reason comes with the second look in a row that fails.
+        """
         try:
             linked = os.fstat(self._fd).st_nlink > 0
             os.stat(self.path / JOURNAL_NAME)
@@ -240,7 +244,9 @@ class SsdDirectory:
         except StoreTakenError as e:
             return str(e)
         except OSError as e:
-            return f"its files cannot be reached any more ({e})"
+            failed_before, self._last_look_failed = self._last_look_failed, True
+            return f"its files cannot be reached any more ({e})" if failed_before else None
+        self._last_look_failed = False
         return None if linked else "its files were deleted under this engine"
 
     def check_owner(self) -> None:

@@ -61,13 +61,17 @@ class GenerationFile:
             raise
 
     def write(self, generation: Generation) -> None:
-        """Keep `generation` in place of the last one; it survives a power cut from now."""
-        self._sequence += 1
-        block = _encode(self._sequence, generation)
-        written = os.pwrite(self._fd, block, _BLOCK_BYTES * (self._sequence % 2))
+        """Keep `generation` in place of the last one; it survives a power cut from now.
+
+        After an error the block of the last one is intact, also if this is called again.
+        """
+        sequence = self._sequence + 1
+        block = _encode(sequence, generation)
+        written = os.pwrite(self._fd, block, _BLOCK_BYTES * (sequence % 2))
         if written != len(block):
             raise OSError(f"{written} of {len(block)} bytes were written")
         os.fdatasync(self._fd)
+        self._sequence = sequence
 
     def close(self) -> None:
         """Close the file."""

@@ -285,11 +285,16 @@ class Journal:
             )
 
     def forget(self, ids: Iterable[ArtifactId]) -> None:
-        """Delete rows, in one transaction; unknown ids are ignored. Then slots may be reused."""
+        """Delete rows, in one transaction; unknown ids are ignored. Then slots may be reused.
+
+        A journal that was moved aside lists nothing any more.
+        """
         self.forget_keys((bytes(i.chunk), i.state_type.value) for i in ids)
 
     def forget_keys(self, keys: Iterable[tuple[bytes, str]]) -> None:
         """`forget` by raw (chunk, state type), as `malformed` returns them."""
+        if self._aside is not None:
+            return
         # By bytes: a damaged state type may be no text.
         with self._transaction() as connection:
             connection.executemany(
@@ -327,7 +332,12 @@ class Journal:
             raise CorruptJournalError(self.path, f"its generation: {e}") from e
 
     def clear(self, generation: bytes) -> None:
-        """Delete every row: those to come are of `generation`. What was noted stays."""
+        """Delete every row: those to come are of `generation`. What was noted stays.
+
+        A journal that was moved aside lists nothing any more.
+        """
+        if self._aside is not None:
+            return
         with self._transaction() as connection:
             connection.execute("DELETE FROM artifacts")
             connection.execute(_NOTE, (_GENERATION, generation.hex()))

@@ -59,8 +59,8 @@ def adopt_journal(directory: SsdDirectory, tiers: Tiers) -> None:
     """Put every row of the journal into the index.
 
     What a row continues may be missing: another engine's, which is not written here, or lost.
-    Rows that contradict another are deleted from the journal, and so are checkpoints whose
-    chunk has nothing else left.
+    Rows that contradict another are deleted from the journal, and so are, but in a fleet,
+    checkpoints whose chunk has nothing else left.
     """
     journal = directory.journal
     with frozen_load(journal.count()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -111,10 +112,11 @@ class RedisConnection:
             raise DirectoryUnavailableError(
                 f"{self.address} did not answer; it is asked again in {pause_s:.1f} s"
             )
+        began_s = time.monotonic()
         try:
             answer = call(self._connect())
         except (RedisError, RedisClusterException, OSError, ValueError) as error:
-            raise self._translate(error) from error
+            raise self._translate(error, began_s) from error
         self._breaker.on_success()
         return answer
 
@@ -167,11 +169,14 @@ class RedisConnection:
                 self._client = _open_client(self.address, self._deadline_s / 2)
             return self._client
 
-    def _translate(self, error: Exception) -> DirectoryError:
-        """Return the error to raise, and report to the breaker whether the server answered."""
+    def _translate(self, error: Exception, began_s: float) -> DirectoryError:
+        """Return the error to raise, and report to the breaker whether the server answered.
+
+        `began_s`: when the call was made.
+        """
         refusal = _refusal(error, self.address)
         if refusal is not None:
-            self._breaker.on_failure()
+            self._breaker.on_failure(began_s)
             return DirectoryRefusedError(refusal)
         if isinstance(error, OutOfMemoryError):
             self._breaker.on_success()
@@ -181,7 +186,7 @@ class RedisConnection:
         if is_answer and not text.startswith(_LATER_CODES):
             self._breaker.on_success()
             return ScriptError(text)
-        self._breaker.on_failure()
+        self._breaker.on_failure(began_s)
         # redis-py goes on with its objects for the Sentinels that it has asked.
         return DirectoryUnavailableError(f"{self.address}: {str(error).partition(' : <')[0]}")
 

@@ -6,19 +6,17 @@ itself: the first byte, the events, the end.
 
 from __future__ import annotations
 
-import asyncio
-import ipaddress
 import logging
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from time import monotonic
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import grpc
 
 from ownership.router.answer import EventSplitter, answer_id, placement_headers, refusal_headers
 from ownership.router.config import RouterConfig
-from ownership.router.doors import DOORS, OTHER, Door, Reason, Refusal, error_body
+from ownership.router.doors import DOORS, OTHER, Door, Refusal, error_body
+from ownership.router.ext_proc.addresses import Addresses, endpoint_of
 from ownership.router.ext_proc.messages import (
     OVERWRITE_IF_EXISTS_OR_ADD,
     BodyMode,
@@ -60,6 +58,7 @@ class Parts(NamedTuple):
     placer: Placer
     metrics: RouterMetrics
     spans: RouterSpans
+    addresses: Addresses
 
 
 class Stream:
@@ -136,7 +135,7 @@ class Stream:
         excluded: Container[Worker] = ()
         addresses: dict[str, str] = {}
         if subset is not None:
-            addresses = await in_subset(subset, parts.workers)
+            addresses = await parts.addresses.in_subset(subset, parts.workers)
             excluded = _Outside(subset | addresses.keys())
         with request.spans.placing():
             placed = await parts.proxy.place(request, excluded)
@@ -147,7 +146,8 @@ class Stream:
         answer.placed = placed
         has_failed = False
         try:
-            endpoint = addresses.get(endpoint_of(worker)) or (await _addresses(worker))[0]
+            endpoint = addresses.get(endpoint_of(worker))
+            endpoint = endpoint or (await parts.addresses.of(worker))[0]
             if placed.prefill is not None:
                 await parts.proxy.prefill(placed, placed.prefill)
             sent_s = monotonic()
@@ -305,53 +305,6 @@ class _Outside(Container[Worker]):
 
     def __contains__(self, worker: object) -> bool:
         return isinstance(worker, Worker) and endpoint_of(worker) not in self._subset
-
-
-def endpoint_of(worker: Worker) -> str:
-    """Return a worker's `host:port`."""
-    parts = urlsplit(worker.address.url)
-    host = f"[{parts.hostname}]" if ":" in str(parts.hostname) else parts.hostname
-    return f"{host}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
-
-
-async def in_subset(subset: frozenset[str], workers: Iterable[Worker]) -> dict[str, str]:
-    """Return the address in a subset of each worker that has one, by `endpoint_of` the worker.
-
-    Empty if workers are configured with all addresses of the subset: then no name is looked up.
-    """
-    by_endpoint = {endpoint_of(worker): worker for worker in workers}
-    if subset <= by_endpoint.keys():
-        return {}
-
-    async def found(worker: Worker) -> list[str]:
-        try:
-            return await _addresses(worker)
-        except RefusedError:
-            return []
-
-    all_found = await asyncio.gather(*map(found, by_endpoint.values()))
-    matched = (next((x for x in addresses if x in subset), "") for addresses in all_found)
-    return {x: address for x, address in zip(by_endpoint, matched, strict=True) if address}
-
-
-async def _addresses(worker: Worker) -> list[str]:
-    """Return a worker's addresses as `ip:port`. Raises RefusedError if its name has none.
-
-    A name is asked for each time: its address changes when its container starts again.
-    """
-    endpoint = endpoint_of(worker)
-    host, _, port = endpoint.rpartition(":")
-    try:
-        ipaddress.ip_address(host.strip("[]"))
-    except ValueError:
-        try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, int(port))
-        except OSError as error:
-            text = f"worker {worker.name} has no address: {error.strerror}"
-            raise RefusedError(Refusal(Reason.NO_WORKER, text, retry_after_s=2)) from error
-        addresses = [str(x[4][0]) for x in found]
-        return [f"[{x}]:{port}" if ":" in x else f"{x}:{port}" for x in addresses]
-    return [endpoint]
 
 
 def _scope(head: Any) -> tuple[Headers, dict[str, Any]]:

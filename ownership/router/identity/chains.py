@@ -13,8 +13,10 @@ Caches of one seed can tell each other what they have named (`NamedPart`).
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
+import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -217,12 +219,21 @@ class ChainCache:
         return chunks.chain(0)
 
     def of_text(
-        self, tokenizer: ModelTokenizer, text: str, naming: ChainNaming, *, is_wrapped: bool
+        self,
+        tokenizer: ModelTokenizer,
+        text: str,
+        naming: ChainNaming,
+        *,
+        is_wrapped: bool,
+        until_s: float = math.inf,
     ) -> PromptChain:
         """Return the chunks of a text.
 
-        `is_wrapped`: the tokenizer's special tokens stand around it. Raises ValueError for a text
-        that is not Unicode.
+        `is_wrapped`: the tokenizer's special tokens stand around it. `until_s`: monotonic time from
+        which no further mark is named. What was named by then is remembered, at least one mark of
+        it, so a later call goes on from there.
+
+        Raises ValueError for a text that is not Unicode, TimeoutError if it was not whole in time.
         """
         digest = xxhash.xxh3_128(
             encode([naming.identity, is_wrapped, tokenizer.digest]), seed=self._seed
@@ -236,17 +247,21 @@ class ChainCache:
         else:
             _, begin, num_known, rest = known.mark
             chunks = _Chunks(naming, known.keys, num_known, rest)
-        new = list[_Mark]()
+        new, is_late = list[_Mark](), False
         for cut, name in marks[at:]:
             chunks.extend(tokenizer.tokens(text[begin:cut]))
             new.append(_Mark(name, cut, chunks.num_tokens, chunks.rest.tobytes()))
             begin = cut
+            if is_late := time.monotonic() >= until_s:
+                break
         if new:
             keys = bytes(chunks.keys)
             kept = self._record(known, new, keys, naming.chunk_tokens)
             if self._on_named is not None:
                 for part in _parts(known, kept, keys, naming.chunk_tokens):
                     self._on_named(part)
+        if is_late:
+            raise TimeoutError("the text is not named yet")
         if begin < len(text):
             chunks.extend(tokenizer.tokens(text[begin:]))
         if is_wrapped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -58,8 +59,9 @@ class PromptIdentity:
         """
         return [self._rendered(prompt) for prompt in read_prompts(path, body, self._habits)]
 
-    def name(self, prompt: Prompt, naming: ChainNaming) -> NamedPrompt:
-        """Return the chain of a prompt that was read."""
+    def name(self, prompt: Prompt, naming: ChainNaming, until_s: float = math.inf) -> NamedPrompt:
+        """Return the chain of a prompt that was read. `until_s`: as for `ChainCache.of_text`, which
+        raises TimeoutError."""
         try:
             if prompt.tokens is not None:
                 return NamedPrompt(self._cache.of_tokens(prompt.tokens, naming), prompt.doubts)
@@ -67,7 +69,11 @@ class PromptIdentity:
                 doubts = prompt.doubts or (Doubt.NO_TOKENIZER,)
                 return NamedPrompt(None, doubts)
             chain = self._cache.of_text(
-                self.tokenizer, prompt.text, naming, is_wrapped=prompt.is_wrapped
+                self.tokenizer,
+                prompt.text,
+                naming,
+                is_wrapped=prompt.is_wrapped,
+                until_s=until_s,
             )
         except ValueError:
             return NamedPrompt(None, (*prompt.doubts, Doubt.BODY))

@@ -66,7 +66,7 @@ class OwnerRouter(RequestRouter):
         is_first, context.should_backoff = not context.should_backoff, True  # all were asked
         by_name = {x.replica_id.unique_id: x for x in candidate_replicas}
         try:
-            placed = await self._place(pending_request, list(by_name))
+            placed = await self._place(pending_request, list(by_name), is_first=is_first)
             if placed is not None and is_first:  # Ray asks again while all replicas are full
                 self._count(placed)
         except Exception:  # raised here, it would leave the request waiting
@@ -81,7 +81,11 @@ class OwnerRouter(RequestRouter):
         """Called by Ray when an answer has ended, or its replica or client has."""
         self._placing.ended(internal_request_id, replica_id.unique_id)
 
-    async def _place(self, pending: PendingRequest, candidates: list[str]) -> Placed | None:
+    async def _place(
+        self, pending: PendingRequest, candidates: list[str], *, is_first: bool
+    ) -> Placed | None:
+        """Return the placement of a request, counted until Ray tells of its end; None if all
+        candidates have left. `is_first`: False if Ray asks for it again."""
         metadata, args = pending.metadata, pending.args
         request = request_of(
             metadata.call_method,
@@ -90,12 +94,16 @@ class OwnerRouter(RequestRouter):
             metadata.session_id,
         )
         name = metadata.internal_request_id
+        on_future = self._on_future(name)
+        if is_first:
+            pending.future.add_done_callback(on_future)
         placed = await self._placing.place(name, request, candidates)
         if placed is None:
             return None
         if metadata.call_method == PICK:
             self._placing.end_unseen(name)
-        pending.future.add_done_callback(self._on_future(name))
+        if pending.future.done():  # while it was placed, so it did not count yet
+            on_future(pending.future)
         return placed
 
     def _count(self, placed: Placed) -> None:

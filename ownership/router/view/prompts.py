@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 _THREADS = 4
 _LIVE_S = 1.0
 """A lease that has ended may be noticed so many seconds later."""
+_LACKING_S = 0.1
+"""While the directory lacks an engine, its coming may be noticed so many seconds later."""
 
 
 @dataclass(frozen=True)
@@ -186,8 +188,8 @@ class PrefixViews:
         self.trust = trust
         self.unlisted = frozenset[str]()
         """The servers of which an engine was not live in the directory when it answered last."""
-        self._live, self._live_until_s = set[str](), -math.inf
-        """The names of the live workers, and until when they are taken for that."""
+        self._live, self._listed_s = set[str](), -math.inf
+        """The names of the live workers, and when the directory's answer was read for them."""
         self._directory = directory
         self._deadline_s = deadline_s
         self._breaker = CircuitBreaker()
@@ -208,7 +210,8 @@ class PrefixViews:
         """
         loop = asyncio.get_running_loop()
         groups = self.fleet.groups()
-        naming = loop.run_in_executor(self._threads, self._name, path, body, groups)
+        until_s = time.monotonic() + self._naming_s
+        naming = loop.run_in_executor(self._threads, self._name, path, body, groups, until_s)
         try:
             done, _ = await asyncio.wait([naming], timeout=self._naming_s)
         finally:
@@ -217,6 +220,8 @@ class PrefixViews:
             return PromptView(0, {}, Certainty.BLIND, (Reason.PROMPT_LATE,))
         try:
             prompt, chains, named, by_events, doubts = naming.result()
+        except TimeoutError:
+            return PromptView(0, {}, Certainty.BLIND, (Reason.PROMPT_LATE,))
         except Exception:  # a bug: the request is served all the same
             _log.exception("a prompt could not be named")
             return PromptView(0, {}, Certainty.BLIND, (Reason.NO_PROMPT,))
@@ -263,9 +268,10 @@ class PrefixViews:
         """Find out which servers the directory lacks; return False if it lacks all engines."""
         members = {member for group in groups for member in group.members}
         is_lacking = any(name not in self._live for _, name in members)
-        if is_lacking or now_s >= self._live_until_s:  # decoding all workers takes a while
+        keep_s = _LACKING_S if is_lacking else _LIVE_S
+        if now_s - self._listed_s >= keep_s:  # decoding all workers takes a while
             self._live = {x.name for x in workers if x.status is EpochStatus.LIVE}
-            self._live_until_s = now_s + _LIVE_S
+            self._listed_s = now_s
         unlisted = {x for x in members if x[1] not in self._live}
         self.unlisted = frozenset(server for server, _ in unlisted)
         return unlisted != members
@@ -275,8 +281,10 @@ class PrefixViews:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._lookups.shutdown(wait=False, cancel_futures=True)
 
-    def _name(self, path: str, body: object, groups: Sequence[EngineGroup]) -> _Named:
-        """Return the prompt, and its chains by each naming of the fleet."""
+    def _name(
+        self, path: str, body: object, groups: Sequence[EngineGroup], until_s: float
+    ) -> _Named:
+        """Return the prompt, and its chains by each naming of the fleet. Raises TimeoutError."""
         found = self.identity.read(path, body)
         if not found:
             return _Named(None, {}, {}, {}, set())
@@ -290,7 +298,7 @@ class PrefixViews:
             else:
                 by_naming.setdefault(naming, []).append(group)
         for naming in self.stock.namings(prompt) | by_naming.keys():
-            named = self.identity.name(prompt, naming)
+            named = self.identity.name(prompt, naming, until_s)
             doubts |= set(named.doubts)
             if named.chain is not None:
                 chains[naming] = named.chain

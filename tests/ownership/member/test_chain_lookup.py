@@ -14,7 +14,7 @@ from ownership.directory.breaker import FIRST_PAUSE_S
 from ownership.directory.identifiers import Epoch, Token
 from ownership.directory.memory import MemoryDirectory
 from ownership.member.chain_lookup import DEADLINE_S, ChainLookups
-from tests.ownership.member.ledgers import change
+from tests.ownership.member.members import change
 
 ARTIFACT = change(1).id
 OWN = Epoch(1_000)

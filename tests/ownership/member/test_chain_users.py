@@ -11,7 +11,7 @@ from hetero_connector.errors import DirectoryUnavailableError
 from ownership.directory import Worker
 from ownership.directory.memory import MemoryDirectory
 from tests.ownership.fleet_bench import chain
-from tests.ownership.member.ledgers import BreakableDirectory, RunningWorker
+from tests.ownership.member.members import BreakableDirectory, RunningWorker
 from tests.waiting import until
 
 A, B, C = chain("read", 3)

@@ -17,7 +17,7 @@ from ownership.member import chain_users
 from ownership.member.chain_users import ChainUserExchange
 from ownership.member.directory_thread import Job
 from tests.ownership.fleet_bench import chain
-from tests.ownership.member.ledgers import ListedStore
+from tests.ownership.member.members import ListedStore
 
 PERIOD_S = 3.3
 

@@ -10,7 +10,7 @@ from hetero_connector.metrics import Recorder
 from ownership.directory.identifiers import NO_TOKEN
 from ownership.directory.redis import RedisDirectory
 from ownership.member.joining import open_worker
-from tests.ownership.member.ledgers import KV, ListedStore, change, owned_by_bob, record_of
+from tests.ownership.member.members import KV, ListedStore, change, owned_by_bob, record_of
 from tests.waiting import until
 
 LEASE_S = 1.0

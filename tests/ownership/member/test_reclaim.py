@@ -22,10 +22,10 @@ from ownership.directory import (
 )
 from ownership.directory.identifiers import NO_EPOCH, NO_TOKEN, Epoch, Token
 from ownership.directory.memory import MemoryDirectory
+from ownership.member.claim_queue import ClaimQueue
 from ownership.member.directory_thread import Job
-from ownership.member.ledger import Ledger
 from tests.clock import Clock
-from tests.ownership.member.ledgers import ListedStore, change, record_of
+from tests.ownership.member.members import ListedStore, change, record_of
 
 BOB, EVE = Epoch(2), Epoch(3)
 FULL = Grant(GrantOutcome.FULL, NO_EPOCH, NO_TOKEN)
@@ -60,13 +60,13 @@ class FakeThread:
         return future
 
 
-def answered(ledger: Ledger, grant: Grant, *numbers: int) -> None:
+def answered(queue: ClaimQueue, grant: Grant, *numbers: int) -> None:
     claims = [Claim(change(number).id, Copy(64, bytes(16), 0, 1)) for number in numbers]
-    ledger.on_granted(Epoch(1), claims, [grant] * len(claims))
+    queue.on_granted(Epoch(1), claims, [grant] * len(claims))
 
 
-def held_by(ledger: Ledger, owner: Epoch, *numbers: int) -> None:
-    answered(ledger, Grant(GrantOutcome.FOREIGN, owner, Token(9)), *numbers)
+def held_by(queue: ClaimQueue, owner: Epoch, *numbers: int) -> None:
+    answered(queue, Grant(GrantOutcome.FOREIGN, owner, Token(9)), *numbers)
 
 
 def test_all_replicas_are_claimed_at_once() -> None:
@@ -74,50 +74,50 @@ def test_all_replicas_are_claimed_at_once() -> None:
     store, thread = ListedStore(), FakeThread()
     store.put(*map(change, range(1, 4)))
     clock = Clock(0.0)
-    ledger = Ledger(store, thread, Recorder(), clock=clock)  # type: ignore[arg-type]
-    ledger.run_due()
-    held_by(ledger, BOB, 1, 2)
-    held_by(ledger, EVE, 3)
+    queue = ClaimQueue(store, thread, Recorder(), clock=clock)  # type: ignore[arg-type]
+    queue.run_due()
+    held_by(queue, BOB, 1, 2)
+    held_by(queue, EVE, 3)
     thread.claims.clear()
     clock.passes(0.5)
-    ledger.run_due()
+    queue.run_due()
     assert thread.artifacts == []
-    ledger.reclaim()
-    ledger.run_due()
+    queue.reclaim()
+    queue.run_due()
     assert set(thread.artifacts) == {change(n).id for n in (1, 2, 3)}
 
 
 def test_replica_owners_are_those_of_the_present_replicas() -> None:
     store, thread = ListedStore(), FakeThread()
     store.put(*map(change, range(1, 4)))
-    ledger = Ledger(store, thread, Recorder(), clock=lambda: 0.0)  # type: ignore[arg-type]
-    held_by(ledger, BOB, 1, 2)
-    held_by(ledger, EVE, 3)
-    assert ledger.replica_owners == {BOB, EVE}
-    held_by(ledger, EVE, 1)
-    assert ledger.replica_owners == {BOB, EVE}
-    held_by(ledger, EVE, 2)
-    assert ledger.replica_owners == {EVE}
-    for _ in ledger.start_epoch():
+    queue = ClaimQueue(store, thread, Recorder(), clock=lambda: 0.0)  # type: ignore[arg-type]
+    held_by(queue, BOB, 1, 2)
+    held_by(queue, EVE, 3)
+    assert queue.replica_owners == {BOB, EVE}
+    held_by(queue, EVE, 1)
+    assert queue.replica_owners == {BOB, EVE}
+    held_by(queue, EVE, 2)
+    assert queue.replica_owners == {EVE}
+    for _ in queue.start_epoch():
         pass
-    assert ledger.replica_owners == set()
+    assert queue.replica_owners == set()
 
 
 class Refused:
-    """A ledger whose directory was full for these artifacts."""
+    """A queue whose directory was full for these artifacts."""
 
     def __init__(self, *numbers: int) -> None:
         self.store, self.thread = ListedStore(), FakeThread()
-        self.ledger = Ledger(self.store, self.thread, Recorder(), clock=lambda: 0.0)  # type: ignore[arg-type]
+        self.queue = ClaimQueue(self.store, self.thread, Recorder(), clock=lambda: 0.0)  # type: ignore[arg-type]
         self.store.put(*map(change, numbers))
-        self.ledger.run_due()
-        answered(self.ledger, FULL, *numbers)
+        self.queue.run_due()
+        answered(self.queue, FULL, *numbers)
 
     def reclaimed(self) -> list[Claim]:
         """Return all claims that are made together with the replicas'."""
         self.thread.claims.clear()
-        self.ledger.reclaim()
-        self.ledger.run_due()
+        self.queue.reclaim()
+        self.queue.run_due()
         return self.thread.claims
 
 
@@ -128,37 +128,37 @@ def numbers_of(claims: Sequence[Claim]) -> list[int]:
 def test_refused_claims_are_repeated_with_the_replicas() -> None:
     made = Refused(1, 2, 3)
     made.store.put(change(4))
-    held_by(made.ledger, BOB, 4)
-    made.ledger.run_due()
-    assert made.ledger.has_refused, "another claim that was answered changes nothing"
+    held_by(made.queue, BOB, 4)
+    made.queue.run_due()
+    assert made.queue.has_refused, "another claim that was answered changes nothing"
     assert numbers_of(made.reclaimed()) == [1, 2, 3, 4]
-    answered(made.ledger, FULL, 1)
+    answered(made.queue, FULL, 1)
     assert numbers_of(made.reclaimed()) == [1, 2, 3, 4]
 
 
 def test_a_claim_that_is_answered_otherwise_is_no_longer_refused() -> None:
     made = Refused(1, 2)
-    answered(made.ledger, OWNED, 1)
-    assert made.ledger.has_refused
-    held_by(made.ledger, BOB, 2)
-    assert not made.ledger.has_refused
+    answered(made.queue, OWNED, 1)
+    assert made.queue.has_refused
+    held_by(made.queue, BOB, 2)
+    assert not made.queue.has_refused
     assert numbers_of(made.reclaimed()) == [2], "a replica"
 
 
 def test_an_artifact_that_leaves_is_no_longer_refused() -> None:
     made = Refused(1)
     made.store.drop(1)
-    made.ledger.run_due()
-    assert not made.ledger.has_refused
-    answered(made.ledger, FULL, 1)
-    assert not made.ledger.has_refused
+    made.queue.run_due()
+    assert not made.queue.has_refused
+    answered(made.queue, FULL, 1)
+    assert not made.queue.has_refused
     assert made.reclaimed() == []
 
 
 def test_a_new_epoch_starts_without_refused_claims() -> None:
     made = Refused(1)
-    assert len(list(made.ledger.start_epoch())) == 1
-    assert not made.ledger.has_refused
+    assert len(list(made.queue.start_epoch())) == 1
+    assert not made.queue.has_refused
 
 
 def test_a_refused_artifact_that_moved_is_claimed_at_its_new_place() -> None:
@@ -170,40 +170,40 @@ def test_a_refused_artifact_that_moved_is_claimed_at_its_new_place() -> None:
 def test_a_replica_that_moved_is_not_claimed_at_its_old_place() -> None:
     store, thread = ListedStore(), FakeThread()
     store.put(change(1))
-    ledger = Ledger(store, thread, Recorder())  # type: ignore[arg-type]
-    ledger.run_due()
-    held_by(ledger, BOB, 1)
+    queue = ClaimQueue(store, thread, Recorder())  # type: ignore[arg-type]
+    queue.run_due()
+    held_by(queue, BOB, 1)
     thread.claims.clear()
     store.put(change(1, 4096))
-    ledger.reclaim()
-    ledger.run_due()
+    queue.reclaim()
+    queue.run_due()
     assert [claim.copy.dram_offset for claim in thread.claims] == [4096, 4096]
 
 
 def test_an_unregistered_worker_does_not_queue_its_replicas_repeatedly() -> None:
     store, thread = ListedStore(), FakeThread()
-    ledger = Ledger(store, thread, Recorder())  # type: ignore[arg-type]
+    queue = ClaimQueue(store, thread, Recorder())  # type: ignore[arg-type]
     store.put(change(1))
-    ledger.run_due()
-    held_by(ledger, BOB, 1)
+    queue.run_due()
+    held_by(queue, BOB, 1)
     thread.claims.clear()
     thread.accepts_claims = False
-    ledger.reclaim()
-    ledger.run_due()
+    queue.reclaim()
+    queue.run_due()
     assert thread.claims == []
 
 
 def test_a_release_under_a_new_epoch_is_sent_before_its_claims() -> None:
     store, thread = ListedStore(), FakeThread()
     store.put(*map(change, range(300)))
-    ledger = Ledger(store, thread, Recorder())  # type: ignore[arg-type]
-    ledger.run_due()
-    batches = ledger.start_epoch()
-    answered(ledger, OWNED, 1)
+    queue = ClaimQueue(store, thread, Recorder())  # type: ignore[arg-type]
+    queue.run_due()
+    batches = queue.start_epoch()
+    answered(queue, OWNED, 1)
     store.drop(1)
-    ledger.run_due()
+    queue.run_due()
     assert [len(batch) for batch in batches] == [256, 43]
-    assert ledger._releases == {change(1).id: OWNED.token}
+    assert queue._releases == {change(1).id: OWNED.token}
 
 
 class AnsweringThread(FakeThread):
@@ -230,16 +230,16 @@ def test_releases_of_two_leases_before_a_loss_are_repeated_however_late_it_is_se
     lost_after_s: float, is_repeated: bool
 ) -> None:
     clock, store, thread = Clock(0.0), ListedStore(), AnsweringThread()
-    ledger = Ledger(store, thread, Recorder(), clock=clock, lease_s=2.0)  # type: ignore[arg-type]
+    queue = ClaimQueue(store, thread, Recorder(), clock=clock, lease_s=2.0)  # type: ignore[arg-type]
     store.put(change(1))
-    ledger.run_due()
-    answered(ledger, OWNED, 1)
+    queue.run_due()
+    answered(queue, OWNED, 1)
     store.drop(1)
-    ledger.run_due()
-    assert not ledger.has_unsent
+    queue.run_due()
+    assert not queue.has_unsent
     clock.passes(100.0)
-    ledger.on_records_lost(lost_after_s)
-    assert ledger.has_unsent == is_repeated
+    queue.on_records_lost(lost_after_s)
+    assert queue.has_unsent == is_repeated
 
 
 def test_a_replica_that_is_one_too_many_is_listed_again_when_others_may_have_ended() -> None:
@@ -247,14 +247,14 @@ def test_a_replica_that_is_one_too_many_is_listed_again_when_others_may_have_end
     thread = AnsweringThread(MemoryDirectory(clock, DirectoryLimits(max_replicas=0)))
     bob = thread.directory.register(Worker("bob"), 60.0 * ttl_s).epoch
     thread.directory.claim_owner(bob, [Claim(change(1).id, Copy(64, bytes(16), 0, 1))])
-    ledger = Ledger(store, thread, Recorder(), ttl_s, clock)  # type: ignore[arg-type]
+    queue = ClaimQueue(store, thread, Recorder(), ttl_s, clock)  # type: ignore[arg-type]
     store.put(change(1))
-    ledger.run_due()
-    held_by(ledger, bob, 1)
+    queue.run_due()
+    held_by(queue, bob, 1)
     listed = []
     while clock.now_s < 1.5 * ttl_s:
         before = thread.names.count("_send_batch")
-        ledger.run_due()
+        queue.run_due()
         if thread.names.count("_send_batch") > before:
             listed.append(clock.now_s)
         clock.passes(1.0)
@@ -269,16 +269,16 @@ def test_a_replica_that_has_another_owner_is_claimed_to_learn_which() -> None:
     clock, store, thread = Clock(), ListedStore(), AnsweringThread()
     bob, eve = (thread.directory.register(Worker(name), 60.0).epoch for name in ("bob", "eve"))
     thread.directory.claim_owner(eve, [Claim(change(1).id, Copy(64, bytes(16), 0, 1))])
-    ledger = Ledger(store, thread, Recorder(), clock=clock)  # type: ignore[arg-type]
+    queue = ClaimQueue(store, thread, Recorder(), clock=clock)  # type: ignore[arg-type]
     store.put(change(1))
-    ledger.run_due()
+    queue.run_due()
     thread.claims.clear()
     for owner, expected in ((bob, [change(1).id]), (eve, [])):
-        held_by(ledger, owner, 1)
+        held_by(queue, owner, 1)
         thread.claims.clear()
-        ledger.reclaim()
+        queue.reclaim()
         clock.passes(1.0)
-        ledger.run_due()
+        queue.run_due()
         assert thread.artifacts == expected
 
 
@@ -301,12 +301,12 @@ def test_a_replica_that_a_full_server_refused_is_listed_when_it_is_next_checked(
     thread = AnsweringThread(FullServer(clock))
     bob = thread.directory.register(Worker("bob"), 3_600.0).epoch
     thread.directory.claim_owner(bob, [Claim(change(1).id, Copy(64, bytes(16), 0, 1))])
-    ledger = Ledger(store, thread, Recorder(), 30 * lease_s, clock, lease_s)  # type: ignore[arg-type]
+    queue = ClaimQueue(store, thread, Recorder(), 30 * lease_s, clock, lease_s)  # type: ignore[arg-type]
     store.put(change(1))
-    ledger.run_due()
-    held_by(ledger, bob, 1)
+    queue.run_due()
+    held_by(queue, bob, 1)
     for _ in range(5):
-        ledger.run_due()
+        queue.run_due()
         clock.passes(1.0)
     held = record_of(thread.directory, 1)
     assert held is not None
@@ -337,14 +337,14 @@ class LongStore(ListedStore):
 def test_a_check_that_fails_begins_no_audit_anew() -> None:
     clock, store, thread = Clock(), LongStore(), AnsweringThread(LosesLookups())
     numbers = range(1, 4 * 256 + 1)
-    ledger = Ledger(store, thread, Recorder(), clock=clock)  # type: ignore[arg-type]
+    queue = ClaimQueue(store, thread, Recorder(), clock=clock)  # type: ignore[arg-type]
     store.put(*map(change, numbers))
-    ledger.run_due()
-    answered(ledger, OWNED, *numbers)
+    queue.run_due()
+    answered(queue, OWNED, *numbers)
     thread.claims.clear()
-    ledger.on_records_lost(clock.now_s)
+    queue.on_records_lost(clock.now_s)
     for _ in range(12):
-        ledger.run_due()
+        queue.run_due()
         clock.passes(1.0)
     assert set(thread.artifacts) == {change(number).id for number in numbers}
 
@@ -356,12 +356,12 @@ def test_what_changed_after_a_check_that_failed_is_not_claimed_as_it_was(
     clock, store, directory = Clock(), ListedStore(), LosesLookups()
     directory.num_asked = 1
     thread = AnsweringThread(directory)
-    ledger = Ledger(store, thread, Recorder(), clock=clock)  # type: ignore[arg-type]
+    queue = ClaimQueue(store, thread, Recorder(), clock=clock)  # type: ignore[arg-type]
     store.put(change(1), change(2))
-    ledger.run_due()
-    answered(ledger, OWNED, 1, 2)
-    ledger.on_records_lost(clock.now_s)
-    ledger.run_due()
+    queue.run_due()
+    answered(queue, OWNED, 1, 2)
+    queue.on_records_lost(clock.now_s)
+    queue.run_due()
     assert directory.num_asked == 2, "a check has failed"
     thread.claims.clear()
     if offset is None:
@@ -370,7 +370,7 @@ def test_what_changed_after_a_check_that_failed_is_not_claimed_as_it_was(
         store.put(change(1, offset))
     for _ in range(3):
         clock.passes(1.0)
-        ledger.run_due()
+        queue.run_due()
     assert directory.num_asked > 2
     assert change(2).id in thread.artifacts
     offsets = [c.copy.dram_offset for c in thread.claims if c.artifact == change(1).id]

@@ -16,7 +16,7 @@ from ownership.member.directory_thread import DirectoryThread
 from ownership.member.fleet_worker import FleetWorker, MemberTimes
 from ownership.member.held_lease import MARGIN
 from tests.clock import Clock
-from tests.ownership.member.ledgers import ListedStore, change
+from tests.ownership.member.members import ListedStore, change
 from tests.waiting import until
 
 LEASE_S, CALL_S = 10.0, 1.0

@@ -17,7 +17,7 @@ from ownership.member.directory_thread import CLAIMS_PER_CALL, DirectoryThread, 
 from ownership.member.fleet_worker import FleetWorker, MemberTimes
 from ownership.member.lease_keeper import LeaseKeeper
 from tests.ownership.fleet_bench import artifact, chain, claim_of, lookup
-from tests.ownership.member.ledgers import ListedStore, change, owned_by_bob, record_of
+from tests.ownership.member.members import ListedStore, change, owned_by_bob, record_of
 
 pytestmark = pytest.mark.long
 
@@ -251,7 +251,7 @@ def test_the_end_of_a_worker_that_owns_no_replica_here_begins_no_check(
     member.run_s(LEASE_S)
     assert member.store.replicas == {change(1).id}
     reclaims = list[float]()
-    monkeypatch.setattr(member.worker._ledger, "reclaim", lambda: reclaims.append(member.now_s))
+    monkeypatch.setattr(member.worker._claims, "reclaim", lambda: reclaims.append(member.now_s))
     member.directory.end_lease(eve)
     member.run_s(LEASE_S)
     assert not reclaims

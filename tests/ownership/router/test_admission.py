@@ -138,6 +138,23 @@ def test_classes_get_their_shares_and_none_starves() -> None:
     play(story())
 
 
+def test_the_share_of_a_class_does_not_grow_with_its_clients() -> None:
+    async def story() -> None:
+        bench = Bench(Room(any=0))
+        for number in range(20):
+            await bench.wait(*[request(f"batch {number}", Priority.LOW)] * 10)
+        await bench.wait(*[request("chat", Priority.HIGH)] * 200)
+        await bench.release(85)
+        served = Counter(x.priority for x in bench.entered)
+        assert abs(served[Priority.LOW] - 85 / 17) <= 1
+        low = Counter(x.caller for x in bench.entered if x.priority is Priority.LOW)
+        assert set(low.values()) == {1}, "each client one, before any has two"
+        for task in bench.tasks:
+            task.cancel()
+
+    play(story())
+
+
 def test_within_a_flow_the_first_is_first() -> None:
     async def story() -> None:
         bench = Bench(Room(any=0))

@@ -19,14 +19,15 @@ import uvicorn
 from benchmarks.stub_fleet import StubFleet
 from hetero_connector.errors import RouterConfigError
 from ownership.directory.breaker import FIRST_PAUSE_S, CircuitBreaker
-from ownership.router.ext_proc import stream
+from ownership.router.ext_proc import addresses as addresses_module
+from ownership.router.ext_proc.addresses import Addresses
 from ownership.router.ext_proc.messages import NOT_SERVING, SERVING, BodyMode
 from ownership.router.ext_proc.server import PROCESSOR
-from ownership.router.ext_proc.stream import in_subset
 from ownership.router.placer import Placed, Prefill
 from ownership.router.proxy import Proxy
+from ownership.router.requests import RefusedError
 from ownership.router.serving import Server
-from ownership.router.workers import Worker, WorkerAddress
+from ownership.router.workers import Worker, WorkerAddress, WorkerState
 from tests.clock import Clock
 from tests.ownership.router.bench import PATIENCE_S, RunningRouter, config_of
 from tests.ownership.router.conftest import StartRouter
@@ -508,10 +509,10 @@ def test_any_address_of_a_name_may_be_in_the_subset_and_gets_the_request(
     port = fleet.ports[0]
     both = [f"{address}:{port}" for address in ("127.0.0.1", "127.0.0.9")]
 
-    async def found(worker: Worker) -> list[str]:
+    async def found(addresses: Addresses, worker: Worker) -> list[str]:
         return both
 
-    monkeypatch.setattr(stream, "_addresses", found)
+    monkeypatch.setattr(Addresses, "of", found)
     router = start_router(workers=[f"http://localhost:{port}"], ext_proc_port=0)
     with channel(router.picker_port) as picker:
         for address in both:
@@ -521,11 +522,16 @@ def test_any_address_of_a_name_may_be_in_the_subset_and_gets_the_request(
             call.call.cancel()
 
 
+def worker_at(url: str, state: WorkerState = WorkerState.UP) -> Worker:
+    return Worker(WorkerAddress(url, url), state)
+
+
 def test_names_are_looked_up_at_once_and_only_for_what_no_worker_is_configured_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     urls = ("http://one.test:1", "http://two.test:2", "http://10.0.0.3:3")
-    workers = [Worker(WorkerAddress(url, url)) for url in urls]
+    workers = [worker_at(url) for url in urls]
+    workers.append(worker_at("http://down.test:4", WorkerState.DOWN))
     asked = list[str]()
 
     async def found(subset: set[str]) -> dict[str, str]:
@@ -538,13 +544,72 @@ def test_names_are_looked_up_at_once_and_only_for_what_no_worker_is_configured_w
             return [(0, 0, 0, "", (x, port)) for x in ("10.0.0.7", f"fd00::{port}")]
 
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
-        return await in_subset(frozenset(subset), workers)
+        return await Addresses(60.0).in_subset(frozenset(subset), workers)
 
     assert asyncio.run(found({"one.test:1", "10.0.0.3:3"})) == {}
     assert asked == []
     matched = {"two.test:2": "[fd00::2]:2", "10.0.0.3:3": "10.0.0.3:3"}
     assert asyncio.run(found({"[fd00::2]:2", "10.0.0.3:3"})) == matched
     assert sorted(asked) == ["one.test", "two.test"]
+
+
+def test_all_requests_share_one_look_up_of_a_name_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, asked, worker = Clock(0.0), list[str](), worker_at("http://one.test:1")
+    answers: list[str | OSError] = ["10.0.0.1", "10.0.0.2", OSError(5, "gone"), "10.0.0.4"]
+
+    async def look_up(host: str, port: int) -> Any:
+        asked.append(host)
+        answer = answers.pop(0)
+        await asyncio.sleep(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return [(0, 0, 0, "", (answer, port))]
+
+    async def act() -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+        addresses = Addresses(60.0, clock)
+        found = await asyncio.gather(*(addresses.of(worker) for _ in range(9)))
+        assert found == 9 * [["10.0.0.1:1"]]
+        clock.passes(59.0)
+        assert await addresses.of(worker) == ["10.0.0.1:1"]
+        clock.passes(1.0)
+        assert await addresses.of(worker) == ["10.0.0.2:1"], "its container has started again"
+        clock.passes(60.0)
+        with pytest.raises(RefusedError, match="has no address: gone"):
+            await addresses.of(worker)
+        assert await addresses.of(worker) == ["10.0.0.4:1"], "a failure is not kept"
+        assert len(asked) == 4
+
+    asyncio.run(act())
+
+
+def test_a_name_that_is_not_answered_costs_a_request_a_second_and_one_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(addresses_module, "_ANSWER_S", 0.01)
+    worker, asked = worker_at("http://one.test:1"), list[str]()
+
+    async def act() -> None:
+        answered = asyncio.Event()
+
+        async def look_up(host: str, port: int) -> Any:
+            asked.append(host)
+            await answered.wait()
+            return [(0, 0, 0, "", ("10.0.0.1", port))]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", look_up)
+        addresses = Addresses(0.0)
+        for _ in range(3):
+            with pytest.raises(RefusedError, match=r"no answer within 0\.01 s"):
+                await addresses.of(worker)
+        assert await addresses.in_subset(frozenset({"10.0.0.1:1"}), [worker]) == {}
+        answered.set()
+        await asyncio.sleep(0)
+        assert len(asked) == 1
+
+    asyncio.run(act())
 
 
 def test_a_router_that_ends_lets_streams_come_to_their_ends(start_router: StartRouter) -> None:

@@ -165,10 +165,11 @@ def test_a_long_answer_that_is_cut_is_seen_to_be_cut(
     until(lambda: router.metric("requests_total", path="completions", status="200") == 1)
 
 
+@pytest.mark.long
 def test_a_stopped_worker_s_requests_go_elsewhere_or_end_with_an_error(
     start_router: StartRouter, pair: StubFleet
 ) -> None:
-    router = start_router(workers=pair.urls, probe_timeout_s=1.0)
+    router = start_router(workers=pair.urls, probe_timeout_s=3.0)
     stopped, name = pair.processes[0], pair.urls[0].removeprefix("http://")
     texts: list[str] = []
     threads = []
@@ -261,15 +262,16 @@ def test_a_dns_name_s_addresses_are_the_workers(start_router: StartRouter, pair:
     assert router.complete().status_code == 200
 
 
+@pytest.mark.long
 def test_with_full_workers_requests_wait_and_then_are_refused(
     start_router: StartRouter, pair: StubFleet
 ) -> None:
-    router = start_router(workers=pair.urls, max_in_flight=1, max_queued=2, queue_s=1.5)
+    router = start_router(workers=pair.urls, max_in_flight=1, max_queued=2, queue_s=4)
     answers: list[httpx.Response] = []
     threads: list[threading.Thread] = []
 
     def send() -> None:
-        answers.append(router.complete(stub={"first_s": 3}))
+        answers.append(router.complete(stub={"first_s": 9}))
 
     def begin(count: int) -> None:
         begun = [threading.Thread(target=send) for _ in range(count)]

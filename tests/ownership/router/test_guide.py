@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -86,12 +87,19 @@ def test_a_proxy_can_ask_where_to_send(router: RunningRouter) -> None:
     assert answers[0]["worker"] in router.states()
 
 
+_reserved = ExitStack()
+"""Sockets that never listen: a server that reuses addresses can have their ports."""
+atexit.register(_reserved.close)
+
+
 def free_ports(count: int) -> list[str]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [str(probe.getsockname()[1]) for probe in probes]
+    """Return ports that the kernel gives to nobody else before this process ends."""
+    probes = [_reserved.enter_context(socket.socket()) for _ in range(count)]
+    for probe in probes:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            probe.setsockopt(socket.SOL_SOCKET, option, 1)
+        probe.bind(("127.0.0.1", 0))
+    return [str(probe.getsockname()[1]) for probe in probes]
 
 
 CLI = "hetero_connector.tools.cli"

@@ -124,6 +124,7 @@ def test_a_session_has_the_longest_of_several_prompts(monkeypatch: pytest.Monkey
     placer = PolicyPlacer(scheduling_policy("ownerserve", Random(0)), views, WorkerFigures())
     asked = request()
     asked.door, asked.headers = DOORS["/v1/completions"], [(b"x-session-id", b"s")]
+    asked.is_stream = True
 
     async def play() -> Step:
         first = await placer.place(asked, lambda: workers)
@@ -216,6 +217,39 @@ def test_nothing_is_fetched_or_handed_off_between_workers_that_cannot_read_each_
     assert placement.decode_worker == "b"
     assert "a" in {placement.source_worker, placement.prefill_worker} or not reads
     assert reads or {placement.source_worker, placement.prefill_worker} == {None, "b"}
+
+
+@pytest.mark.parametrize("takes_requests", [False, True])
+@pytest.mark.parametrize("has_told", [False, True])
+@pytest.mark.parametrize("unlisted", ["", "c"])
+def test_a_worker_that_takes_no_requests_stops_no_handoff_between_the_others(
+    monkeypatch: pytest.MonkeyPatch, *, takes_requests: bool, has_told: bool, unlisted: str
+) -> None:
+    """One that is down has told nothing, and is not in the directory; one that drains may have
+    other weights."""
+
+    async def find(path: str, body: object, now_s: float) -> PromptView:
+        return PromptView(20_000, {}, Certainty.EXACT)
+
+    _, workers = workers_of(*"abc")
+    chains = FleetChains()
+    for name in "ab":
+        chains.told(name, [published(name)], 0.0)
+    if has_told:
+        chains.told("c", [replace(published("c"), root=b"other")], 0.0)
+    views = PrefixViews(PromptIdentity(None, ChainCache()), chains, Trust(), None)
+    views.unlisted = frozenset(unlisted)
+    monkeypatch.setattr(views, "find", find)
+    placer = PolicyPlacer(scheduling_policy("static_pd", Random(0)), views, WorkerFigures())
+    placer.set_workers({"a": Role.PREFILL, "b": Role.DECODE, "c": Role.DECODE}, 0.0)
+    asked = request()
+    asked.door, asked.body = DOORS["/v1/completions"], b'{"prompt": "x"}'
+    present = list(workers) if takes_requests else list(workers)[:2]
+    placed = asyncio.run(placer.place(asked, lambda: present))
+    views.close()
+    assert isinstance(placed, _Planned)
+    at = "b" if takes_requests else "a"
+    assert (placed.placement.prefill_worker, placed.placement.decode_worker) == (at, "b")
 
 
 @pytest.mark.parametrize("c_has_told", [True, False])
@@ -581,14 +615,14 @@ def a_placer() -> tuple[PolicyPlacer, PrefixViews]:
 def handed_off(decoder: str, prefiller: str, prompt_tokens: int, **changed: Any) -> _Planned:
     """Return a request whose prompt another worker computes. `changed`: of the request."""
     [worker] = workers_of(decoder)[1]
-    any_view: Any = None
+    any_terms: Any = None
     return _Planned(
         request=replace(request(), **changed),
         worker=worker,
         step=Step(prompt_tokens=prompt_tokens),
         placement=Placement(PlacementAction.REMOTE_PREFILL, decoder, prefiller),
-        view=any_view,
-        terms=any_view,
+        view=PromptView(prompt_tokens, {}, Certainty.BLIND),
+        terms=any_terms,
         decision=None,
         decoded={},
     )

@@ -309,6 +309,42 @@ def test_a_request_counts_where_ray_sends_it_and_nowhere_if_its_client_has_left_
     asyncio.run(act())
 
 
+@pytest.mark.parametrize("earlier", [0, 3])
+def test_a_client_that_leaves_while_its_request_is_placed_counts_nowhere(
+    earlier: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = RayRouter(monkeypatch)
+
+    async def act() -> None:
+        ray.router.update_replicas(ray.replicas)
+        pending = ray.pending("a")
+        added = list[object]()
+        add = pending.future.add_done_callback
+        pending.future = SimpleNamespace(
+            add_done_callback=lambda call: (added.append(call), add(call)),
+            cancelled=pending.future.cancelled,
+            cancel=pending.future.cancel,
+            done=pending.future.done,
+        )
+        for _ in range(earlier):
+            await ray.router.choose_replicas(ray.replicas, pending)
+            assert len(added) == 1, "Ray asks hundreds of times while all replicas are full"
+        place = ray.router._placing.place
+
+        async def left_meanwhile(*given: Any) -> Placed | None:
+            pending.future.cancel()
+            await asyncio.sleep(0)  # its callbacks run
+            found: Placed | None = await place(*given)
+            return found
+
+        ray.router._placing.place = left_meanwhile
+        await ray.router.choose_replicas(ray.replicas, pending)
+        assert set(ray.in_flight().values()) == {0}
+        await ray.router._placing.close()
+
+    asyncio.run(act())
+
+
 def test_a_request_counts_once_in_the_metrics_however_often_ray_asks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -115,6 +115,19 @@ def test_ledgers_that_lose_messages_agree_in_the_end(
     routers.assert_alike()
 
 
+def test_a_session_that_one_router_has_served_is_known_to_all() -> None:
+    routers = Routers(2)
+    routers.round()
+    routers.round()
+    first, second = routers.all
+    first.sent("q", Work("a", "b", 1_000, 500, "s", other_tokens=300), routers.now_s)
+    first.handed_off("q", routers.now_s)
+    first.first_token("q", routers.now_s)
+    first.ended("q", 7, routers.now_s)
+    routers.round()
+    assert second.sessions.last_turn("s") == first.sessions.last_turn("s") == ("b", 707)
+
+
 def test_a_lost_message_is_noticed_by_the_next_one_and_repeated() -> None:
     routers = Routers(2)
     routers.round()
@@ -235,6 +248,7 @@ def test_a_worker_that_was_unknown_gets_its_peers_requests() -> None:
         msgspec.msgpack.encode([1, "x", 1, True, True, [["s", 1]]]),
         msgspec.msgpack.encode([1, "x", 1, True, True, [["s", 1, ["a", "a", -5, 1, "", 0]]]]),
         msgspec.msgpack.encode([1, "x", 1, True, True, [["s", 1, ["a", "a", 5, 9, "", 0]]]]),
+        msgspec.msgpack.encode([1, "x", 1, True, True, [["s", 1, ["a", "a", 5, 1, "", 0, 6]]]]),
     ],
 )
 def test_messages_of_another_version_are_noticed_and_left_out(content: bytes) -> None:

@@ -183,6 +183,12 @@ def test_every_split_of_a_stream_gives_the_same_bytes(end: bytes) -> None:
             assert all(body.endswith(end) for body in bodies[:-1])
 
 
+@pytest.mark.parametrize("part", [b":\n\n", b"\n\n", b"\r\n\r\n", b":\r\n\r\n"])
+def test_the_shortest_heartbeat_is_passed_on_at_once(part: bytes) -> None:
+    assert sent_of([part, b"data: 1\n\n"]) == [part, b"data: 1\n\n", b""]
+    assert sent_of([part + b"d", b"ata: 1\n\n"]) == [part, b"data: 1\n\n", b""]
+
+
 def test_a_stream_that_is_cut_within_an_event_ends_with_an_error_after_whole_events() -> None:
     bodies = sent_of([b"data: 1\n\ndata: {half"], is_cut=True)
     assert bodies[0] == b"data: 1\n\n"

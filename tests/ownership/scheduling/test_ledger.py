@@ -105,6 +105,24 @@ def test_nothing_is_learned_from_a_request_that_ended_before_its_first_token() -
     assert (ledger.output_tokens, ledger.load("a")) == (256.0, WorkerLoad())
 
 
+@pytest.mark.parametrize(("output_tokens", "computed"), [(16, 716), (0, 700)])
+def test_an_answer_leaves_its_prompt_and_its_tokens_at_the_worker_that_decoded(
+    output_tokens: int, computed: int
+) -> None:
+    """Tokens of other prompts are not of the session, and an unknown length is no length."""
+    ledger = Ledger(pair(), LIMITS)
+    ledger.sent("x", Work("a", "b", 1_000, 1_000, "s", other_tokens=300), 0.0)
+    ledger.handed_off("x", 1.0)
+    ledger.first_token("x", 2.0)
+    mean = ledger.output_tokens
+    ledger.ended("x", output_tokens, 3.0)
+    assert ledger.sessions.last_turn("s") == ("b", computed)
+    assert (ledger.output_tokens == mean) == (not output_tokens)
+    ledger.sent("y", Work("a", "a", 2_000, 2_000, "s"), 4.0)
+    ledger.ended("y", 0, 5.0)
+    assert ledger.sessions.last_turn("s") == ("b", computed), "it had no first token"
+
+
 def test_a_remote_prefill_moves_to_the_worker_that_decodes() -> None:
     ledger = Ledger(pair(), LIMITS)
     ledger.sent("x", remote(), 0.0)

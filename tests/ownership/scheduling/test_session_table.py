@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from hetero_connector.planner.sessions import ThinkTimes
-from ownership.scheduling.session_table import SessionTable
+from ownership.scheduling.session_table import LastTurn, SessionTable
 
 
 def table(max_sessions: int = 100) -> SessionTable:
@@ -27,6 +27,20 @@ def test_the_owner_is_the_worker_of_the_last_turn() -> None:
     assert sessions.owner("s") == "b"
     sessions.forget_worker("b")
     assert (sessions.owner("s"), len(sessions)) == (None, 0)
+
+
+def test_the_last_answer_stays_known_while_a_later_turn_runs_or_fails() -> None:
+    sessions = table()
+    assert sessions.last_turn("s") is None
+    sessions.on_computed("s", "a", 10)
+    assert sessions.last_turn("s") is None, "it never began"
+    sessions.on_turn_start("s", "a", 0, 0.0)
+    assert sessions.last_turn("s") is None
+    sessions.on_computed("s", "a", 1_007)
+    sessions.on_turn_end("s", 0, 1.0)
+    sessions.on_turn_start("s", "b", 1_007, 2.0)
+    sessions.on_turn_failed("s", 1_007)
+    assert (sessions.owner("s"), sessions.last_turn("s")) == ("b", LastTurn("a", 1_007))
 
 
 def test_a_sibling_continues_from_the_same_boundary_at_the_same_time() -> None:

@@ -10,7 +10,7 @@ import msgpack
 import pytest
 
 from tests.ownership.fleet_bench import LEASE_S
-from tests.ownership.member.ledgers import KV, change
+from tests.ownership.member.members import KV, change
 from tests.ownership.stepped_members import CHAIN, IDS, NUMBERS, SteppedFleet
 
 pytestmark = pytest.mark.long

@@ -16,7 +16,7 @@ from ownership.directory.redis import RedisDirectory
 from ownership.directory.redis.scripts import fleet_key
 from ownership.member.fleet_worker import FleetWorker
 from ownership.member.held_lease import lease_clock
-from tests.ownership.member.ledgers import KV, RunningWorker, change, record_of
+from tests.ownership.member.members import KV, RunningWorker, change, record_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.long

@@ -19,7 +19,7 @@ from ownership.directory.redis import RedisDirectory, RedisMessageLog
 from ownership.directory.redis.message_log import BEGIN
 from tests.ownership.directory.redis.sentinel_fleet import PASSWORD, SentinelFleet, until
 from tests.ownership.fleet_bench import KV, artifact, claim, claim_of, join
-from tests.ownership.member.ledgers import RunningWorker, change, record_of
+from tests.ownership.member.members import RunningWorker, change, record_of
 
 pytestmark = pytest.mark.long
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import string
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
 from functools import partial
 
@@ -81,6 +82,22 @@ def test_a_turn_costs_its_own_tokens(kind: str) -> None:
         chain = cache.of_text(tokenizer, text, PLAIN, is_wrapped=False)
         new = len(tokenizer.tokens(text[-1_000:]))
         assert chain.tokenized < 5 * new < chain.num_tokens / 5
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_a_text_that_is_not_named_in_time_goes_on_where_it_ended(*, is_wrapped: bool) -> None:
+    rng, tokenizer, parts = random.Random(7), model_tokenizer("llama3"), list[NamedPart]()
+    text = turn(rng, 3_000)
+    whole = ChainCache().of_text(tokenizer, text, PLAIN, is_wrapped=is_wrapped)
+    cache, calls, chain = ChainCache(seed=7, on_named=parts.append), 0, None
+    while chain is None:
+        calls += 1
+        assert calls < 100, "a call goes on where the last one ended"
+        with suppress(TimeoutError):
+            chain = cache.of_text(tokenizer, text, PLAIN, is_wrapped=is_wrapped, until_s=0.0)
+    assert chain.keys == whole.keys
+    assert 4 < calls == len(parts) + 1
+    assert chain.tokenized < whole.tokenized / 4
 
 
 class TellingCaches:

@@ -1,4 +1,4 @@
-"""A worker's ledger over a real directory and a `ListedStore`."""
+"""A worker's claim queue over a real directory and a `ListedStore`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ownership.directory import (
 )
 from ownership.directory.identifiers import NO_EPOCH, NO_TOKEN, Epoch
 from tests.ownership.fleet_bench import copies_at
-from tests.ownership.member.ledgers import (
+from tests.ownership.member.members import (
     BreakableDirectory,
     RunningWorker,
     change,
@@ -207,7 +207,7 @@ def test_a_replica_is_owned_after_its_owner_released_it_or_died(
 def test_replicas_of_an_owner_that_died_are_claimed_early(
     directory: BreakableDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.ownership.member.ledgers.TTL_S", 3_600.0)
+    monkeypatch.setattr("tests.ownership.member.members.TTL_S", 3_600.0)
     ann = RunningWorker(directory, lease_s=0.6)
     try:
         owner = owned_by_bob(directory, 1)
@@ -229,7 +229,7 @@ class Glimpsed(BreakableDirectory):
 def test_replicas_of_an_owner_that_was_never_seen_live_are_claimed_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tests.ownership.member.ledgers.TTL_S", 3_600.0)
+    monkeypatch.setattr("tests.ownership.member.members.TTL_S", 3_600.0)
     directory = Glimpsed()
     ann = RunningWorker(directory, lease_s=0.6)
     try:

@@ -42,7 +42,7 @@ back by more than a lease knows no live epoch of this worker."""
 _MAX_REMEMBERED = 65_536
 
 
-class Ledger:
+class ClaimQueue:
     """Claims, replicas and releases of one worker."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Ledgers over a store that is a list, and over a directory that can fail."""
+"""Members over a store that is a list, and over a directory that can fail."""
 
 from __future__ import annotations
 
