@@ -71,6 +71,7 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
             if self._scheduler:
                 arena = self._scheduler.store.arena.handle
                 rendezvous.publish_arena(self._engine, arena, self._scheduler.layout)
+                self._publish_sharing()
             watch_parent(self._release)
         else:
             self._worker = open_worker_side(
@@ -221,6 +222,7 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         """Admit the request: vLLM has allocated its blocks."""
         if self._scheduler:
             self._scheduler.on_allocated(request, num_external_tokens)
+            self._scheduler.root.on_admitted(request)
 
     @is_a_miss(dict)
     def get_external_cache_hit_sources(
@@ -281,12 +283,15 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
     @is_a_miss(lambda: False)
     def reset_cache(self) -> bool | None:
         """Forget everything stored, in every tier; False if a later process may find it again."""
-        return self._scheduler.reset() if self._scheduler else True
+        kept = self._scheduler.reset() if self._scheduler else True
+        self._publish_sharing()
+        return kept
 
     def on_weights_changed(self, version: str | None) -> None:
         """Store under another name from now on. `weight_updates` calls this, not vLLM."""
         if self._scheduler:
             self._scheduler.root.on_weights_changed(version)
+            self._publish_sharing()
 
     def on_adapter_loaded(self, lora: LoRARequest, digest: bytes | None) -> None:
         """Note what an adapter's id stands for. `weight_updates` calls this, not vLLM."""
@@ -313,6 +318,7 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
     @is_a_miss(lambda: None)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the metrics recorded since the last call."""
+        self._publish_sharing()
         payload = self._recorder.drain()
         return HeteroStats(data=payload) if payload else None
 
@@ -325,6 +331,13 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> HeteroPromMetrics:
         return HeteroPromMetrics(*args, **kwargs)
+
+    def _publish_sharing(self) -> None:
+        """Set the gauge of whether the engines of the fleet find what this one stores."""
+        if self._scheduler and self._config.directory:
+            is_shared = float(self._scheduler.root.is_shared)
+            if self._recorder.gauge("heterocache_shared") != is_shared:
+                self._recorder.set("heterocache_shared", is_shared)
 
     def _release(self) -> None:
         """Close the store of an engine whose parent is dead; every later match is a miss.

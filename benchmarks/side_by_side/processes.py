@@ -73,6 +73,14 @@ def _listens(port: int) -> bool:
     return False
 
 
+def remove_left_memory(folder: Path = Path("/dev/shm")) -> None:
+    """Remove the shared memory of LMCache processes that were killed: 2 GiB each, for ever."""
+    for path in folder.glob("lmcache_kv_*_*"):
+        process_id = path.name.split("_")[2]
+        if process_id.isdecimal() and not psutil.pid_exists(int(process_id)):
+            path.unlink(missing_ok=True)
+
+
 @dataclass(frozen=True)
 class Footprint:
     """The processes of some groups and their memory."""

@@ -20,7 +20,12 @@ from benchmarks.engine_process import CHECKPOINTS, prompt_tokens
 from benchmarks.measure import DirectDisk, Memcpy, Samples
 from benchmarks.side_by_side.contestants import Contestant, Place
 from benchmarks.side_by_side.environments import environment_of
-from benchmarks.side_by_side.processes import Footprint, Service, footprint
+from benchmarks.side_by_side.processes import (
+    Footprint,
+    Service,
+    footprint,
+    remove_left_memory,
+)
 from benchmarks.side_by_side.rows import Outcome, Row
 from benchmarks.side_by_side.streams import agent_sessions, never_hits
 from examples.checkpoints import write_checkpoint
@@ -356,6 +361,7 @@ class Arena:
         for server in self.engines:
             server.kill()
         self.kill_services()
+        remove_left_memory()
 
     def __enter__(self) -> Arena:
         return self

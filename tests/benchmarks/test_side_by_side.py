@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -22,6 +24,7 @@ from benchmarks.side_by_side.environments import (
     environment_of,
     run_command,
 )
+from benchmarks.side_by_side.processes import remove_left_memory
 from benchmarks.side_by_side.rows import Outcome, Row
 from benchmarks.side_by_side.work import (
     Arena,
@@ -427,3 +430,13 @@ def test_tokens_from_a_prefiller_are_those_of_all_series() -> None:
     engines = Strangers(failures=0)
     engines.server = Counted()  # type: ignore[assignment]
     assert engines._received_tokens() == 768
+
+
+def test_only_the_memory_of_processes_that_have_ended_is_removed(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    names = [f"lmcache_kv_{ended.pid}_0", f"lmcache_kv_{os.getpid()}_0", "lmcache_kv_x_0", "other"]
+    for name in names:
+        (tmp_path / name).touch()
+    remove_left_memory(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == set(names[1:])

@@ -66,9 +66,16 @@ class FakeBlockTables:
         """Number of a request's blocks in the prefix cache, by group."""
         self.prefixes: dict[bytes, int] = {}
         """The blocks in the prefix cache, by hash."""
+        self.num_blocks = 0
+        """Of the pool; 0: partly full blocks are published, too."""
         self.usage = 0.0
         """Share of the blocks that requests have; a test sets it."""
         self.resets = 0
+
+    def evict(self, ids: set[int]) -> None:
+        self.evicted |= ids
+        for name in [name for name, block in self.prefixes.items() if block in ids]:
+            del self.prefixes[name]
 
     def reset_prefix_cache(self) -> bool:
         self.resets += 1
@@ -87,12 +94,15 @@ class FakeBlockTables:
             )
             for group, published in enumerate(self.published)
         ]
-        return SimpleNamespace(single_type_managers=managers)
+        return SimpleNamespace(
+            single_type_managers=managers, enable_partial_hash_hits=not self.num_blocks
+        )
 
     @property
     def block_pool(self) -> SimpleNamespace:
         return SimpleNamespace(
-            evict_blocks=self.evicted.update,
+            evict_blocks=self.evict,
+            num_gpu_blocks=self.num_blocks,
             cached_block_hash_to_block=self.prefixes,
             get_usage=lambda: self.usage,
         )

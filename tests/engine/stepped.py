@@ -103,6 +103,7 @@ class Engine:
         assert tokens is not None
         self.grow_table(request)
         self.side.on_allocated(request, tokens)  # type: ignore[arg-type]
+        self.side.root.on_admitted(request)  # type: ignore[arg-type]
         request.num_computed_tokens = local + tokens
         request.status = RequestStatus.RUNNING
         return tokens

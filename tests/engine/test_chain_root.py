@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero_connector.engine.scheduler.chain_root import Cleared
 from tests.engine.fakes import DENSE, FakeRequest
 from tests.engine.stepped import CHUNK, Engine, tokens
 
@@ -100,6 +101,67 @@ def test_pages_that_vllm_kept_from_before_are_not_stored(engine: Engine, change:
     again = FakeRequest("again", tokens(PROMPT, 2))
     engine.admit(again, local=CHUNK)
     assert engine.step(again=PROMPT - CHUNK).saves
+
+
+CHANGES = {
+    "reset": lambda engine: engine.side.reset(),
+    "fleet": lambda engine: hear(engine, 5),
+    "update": lambda engine: engine.side.root.on_weights_changed("v1"),
+    "clearing": lambda engine: engine.side.on_cleared(Cleared(model="")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_vllms_own_pages_are_forgotten_at_a_change_while_requests_run(
+    engine: Engine, change: str
+) -> None:
+    """Else what hits them is not stored until vLLM's cache is empty, which may be never."""
+    engine.tables.num_blocks = 1000
+    engine.tables.prefixes = {b"the first block": 1, b"the last block": 999}
+    running = FakeRequest("running", tokens(PROMPT, 3))
+    engine.admit(running)
+    engine.step(running=9)
+    CHANGES[change](engine)
+    engine.step()
+    assert engine.tables.prefixes == {}
+    assert all(published["running"] > 10**6 for published in engine.tables.published)
+    hit = FakeRequest("hit", tokens(PROMPT))
+    engine.admit(hit, local=CHUNK)
+    assert engine.step(hit=PROMPT - CHUNK, running=PROMPT - 9).saves
+    assert all("hit" not in published for published in engine.tables.published)
+    engine.finish(running)
+    assert engine.step().early_saves == []
+    assert run(engine, 3) == 0
+
+
+def test_vllms_own_pages_stay_while_the_version_of_the_weights_is_unknown(engine: Engine) -> None:
+    """Any call to the workers may have changed them: a monitor's, say, in each second."""
+    engine.tables.num_blocks = 1000
+    engine.tables.prefixes = {b"block": 1}
+    engine.side.root.on_weights_changed(None)
+    assert engine.tables.prefixes == {b"block": 1}
+    hit = FakeRequest("hit", tokens(PROMPT))
+    engine.admit(hit, local=CHUNK)
+    assert engine.step(hit=PROMPT - CHUNK).saves == []
+
+
+def test_a_request_that_was_matched_before_its_step_adopts_a_reset_is_not_stored(
+    engine: Engine,
+) -> None:
+    """vLLM has found its own pages, and asks the connector then."""
+    engine.tables.num_blocks = 1000
+    engine.tables.usage = 0.1
+    hear(engine, 5)
+    matched = FakeRequest("matched", tokens(PROMPT))
+    engine.admit(matched, local=CHUNK)
+    pages = {block for group in engine.tables.ids["matched"] for block in group}
+    assert pages <= engine.tables.evicted
+    assert all(published["matched"] > 10**6 for published in engine.tables.published)
+    assert engine.step(matched=PROMPT - CHUNK).saves == []
+    later = FakeRequest("later", tokens(PROMPT))
+    engine.admit(later, local=CHUNK)
+    assert engine.step(later=PROMPT - CHUNK).saves
+    assert all("later" not in published for published in engine.tables.published)
 
 
 def test_a_hit_that_ends_inside_a_block_is_not_stored_and_a_restore_is(engine: Engine) -> None:

@@ -1,7 +1,8 @@
 """The root of this engine's chains: the store's generation and the version of the weights.
 
 A reset here, a reset of the fleet and new weights change the root, so that nothing stored before is
-found. vLLM's own pages are not under the root: `ChainRoot` also knows when they may be outdated.
+found. vLLM's own pages are not under the root: `ChainRoot` has them forgotten, and knows when they
+may be outdated all the same.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hetero_connector.artifacts.chain import ChainHasher
+from hetero_connector.engine.scheduler.own_pages import forget_own_pages, forget_pages_of
 from hetero_connector.engine.scheduler.request_identifier import adapter_name
 from hetero_connector.engine.scheduler.weight_updates import Weights
 from hetero_connector.store.artifact_store import ArtifactStore
@@ -59,8 +61,12 @@ class ChainRoot:
         self._weights = Weights()
         self._manager: KVCacheManager | None = None
         self._has_outdated_pages = False
+        """True from a change, if vLLM's pages could not be forgotten, until its cache is empty."""
+        self._has_outdated_hits = False
+        """True from a change amid a step's matching to the step's end: vLLM has matched a request
+        with its own pages before the connector was asked."""
         self._cleared: set[Cleared] = set()
-        """Clearings since which vLLM's own cache was not seen empty."""
+        """Clearings whose pages could not be forgotten; until vLLM's own cache is empty."""
         self.hasher = hasher.with_root(self._generation.tag, self._weights.tag)
         """Names chains under the present root."""
 
@@ -88,13 +94,14 @@ class ChainRoot:
     def on_weights_changed(self, version: str | None) -> None:
         """Name chains after the weights' new `version`; None: they changed to an unknown one.
 
-        State of other weights stays stored. It is found again when those weights are back.
+        State of other weights stays stored. It is found again when those weights are back. vLLM's
+        pages are forgotten with a version, not with each call that may change the weights.
         """
         before = self._weights
         self._weights = before.with_nonce() if version is None else Weights(version)
         if self._weights == before:
             return
-        self._change()
+        self._change(keeps_pages=version is None)
         if version is None:
             logger.info(
                 "a call to the workers may have changed the weights: stored state is found again "
@@ -108,8 +115,13 @@ class ChainRoot:
         """True if the store has another generation than the present root. Any thread may ask."""
         return self._store.generation is not self._generation
 
-    def adopt_fleet_reset(self) -> None:
-        """Change the root if the fleet was reset, which another thread notices."""
+    def adopt_fleet_reset(self, *, is_matching: bool = False) -> None:
+        """Change the root if the fleet was reset, which another thread notices.
+
+        `is_matching`: vLLM admits requests at present.
+        """
+        if not is_matching:
+            self._has_outdated_hits = False
         if (self._has_outdated_pages or self._cleared) and not self._has_pages():
             self._has_outdated_pages = False
             self._cleared.clear()
@@ -121,28 +133,50 @@ class ChainRoot:
             return
         self._weights = self._weights.without_nonce()
         self._change()
+        self._has_outdated_hits = is_matching
         logger.info("the fleet was reset: everything stored before is forgotten, in every tier")
 
     def on_cleared(self, what: Cleared) -> None:
-        """Note that pages of these requests in vLLM's own cache are from before a clearing."""
-        if self._has_pages():
+        """Have vLLM's pages forgotten; those of these requests are from before a clearing."""
+        if not self._forget_pages():
             self._cleared.add(what)
+
+    def empty_pages(self) -> bool:
+        """Let no request hit what is in vLLM's own prefix cache.
+
+        False if that is not possible while requests hold its pages, see `forget_own_pages`.
+        """
+        manager = self._manager
+        return manager is not None and (
+            bool(manager.reset_prefix_cache()) or forget_own_pages(manager)
+        )
+
+    def on_admitted(self, request: Request) -> None:
+        """Have the pages of a request forgotten that vLLM has matched with outdated ones."""
+        if self._has_outdated_hits and self._manager is not None:
+            forget_pages_of(self._manager, request.request_id)
 
     def may_be_outdated(self, request: Request, local_tokens: int) -> bool:
         """True if a hit of `local_tokens` in vLLM's own cache may be from before the last change.
 
-        vLLM does not reset its cache while requests run, nor by itself, and its old pages look
-        like newer ones.
+        Old pages look like newer ones.
         """
         if local_tokens <= 0:
             return False
-        return self._has_outdated_pages or any(x.includes(request) for x in self._cleared)
+        is_outdated = self._has_outdated_pages or self._has_outdated_hits
+        return is_outdated or any(x.includes(request) for x in self._cleared)
 
-    def _change(self) -> None:
+    def _change(self, *, keeps_pages: bool = False) -> None:
         self._generation = self._store.catch_up()
         self.hasher = self.hasher.with_root(self._generation.tag, self._weights.tag)
         self._on_change(self.hasher)
-        self._has_outdated_pages = self._has_pages()
+        self._has_outdated_pages = self._has_pages() if keeps_pages else not self._forget_pages()
+
+    def _forget_pages(self) -> bool:
+        """Forget what vLLM's own cache has; False if something from before may be found in it."""
+        if self._manager is None or not self._has_pages():
+            return True
+        return forget_own_pages(self._manager)
 
     def _has_pages(self) -> bool:
         """Return whether vLLM's own cache may have pages from before now.

@@ -197,7 +197,7 @@ class SchedulerSide:
         None: not known yet, vLLM asks again. True: the load runs between steps.
         """
         if not self._admissions.admitted:  # a reset must not drop loads admitted in this step
-            self.root.adopt_fleet_reset()
+            self.root.adopt_fleet_reset(is_matching=True)
         tracker = self._track(request)
         if tracker is UnidentifiedReason.PENDING and not self.is_stopped:
             self._has_unanswered = True
@@ -350,9 +350,8 @@ class SchedulerSide:
         return self.root.reset()
 
     def reset_pages(self) -> bool:
-        """Empty vLLM's own prefix cache; False while requests hold its pages."""
-        manager = self._kv_cache_manager
-        return manager is not None and bool(manager.reset_prefix_cache())
+        """See `ChainRoot.empty_pages`."""
+        return self.root.empty_pages()
 
     def on_cleared(self, what: Cleared) -> None:
         """Name the chains of these running requests anew; no pages from before are saved."""
