@@ -146,6 +146,10 @@ _GAUGES = {
     "heterocache_directory_joined": Metric(
         "1 while this engine is registered in the fleet's directory, else 0."
     ),
+    "heterocache_shared": Metric(
+        "1 while the engines of the fleet find what this one stores; 0 after a reset of it alone, "
+        "or new weights without a version, until the fleet is reset."
+    ),
     "heterocache_replicas": Metric("Artifacts stored here that other workers own."),
     "heterocache_replica_bytes": Metric("Bytes stored here that other workers own."),
 }

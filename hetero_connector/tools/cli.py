@@ -331,21 +331,23 @@ def explain(
 def reset(
     directory: Annotated[str, typer.Option(metavar="URL", help="The fleet's directory, redis://…")],
     wait: Annotated[
-        float,
+        float | None,
         typer.Option(
             parser=number(0, MAX_SECONDS),
             metavar="SECONDS",
             help="Wait so long until every engine has done so; exit status 1 if one has not.",
         ),
-    ] = 0.0,
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
     as_json: Json = False,
 ) -> int:
     """Make all engines of a fleet drop what they stored. It asks first."""
     from hetero_connector.config_values import without_password
     from ownership.directory.fleet_reset import reset_fleet
-    from ownership.directory.opening import open_directory
+    from ownership.directory.opening import MEMORY_URL, open_directory
 
+    if directory == MEMORY_URL:
+        return complain(f"{MEMORY_URL} is a directory within one process: no engine uses this one")
     try:
         opened = open_directory(directory)
     except ValueError as e:
@@ -354,28 +356,32 @@ def reset(
         fleet = without_password(directory)
         if not (yes or confirm(f"Forget everything that is stored by the fleet at {fleet}?")):
             return complain("nothing was done")
-        done = reset_fleet(opened, wait)
+        done = reset_fleet(opened, wait or 0.0)
     finally:
         opened.close()
+    has_engines = bool(done.adopted or done.missing)
     if as_json:
         print(json.dumps(dataclasses.asdict(done)))
-    else:
+    elif has_engines:
         print(f"generation {done.number}")
         for name in done.adopted:
             print(f"{name}: adopted")
         for name in done.missing:
             print(f"{name}: not yet")
-    if not (done.adopted or done.missing):
-        note("no engine is registered in this directory: do the engines use this URL?")
+    if not has_engines:
+        note(
+            f"no engine is registered in this directory: do the engines use this URL? One that "
+            f"registers later follows the reset (generation {done.number})"
+        )
         return EXIT_BAD
-    return EXIT_OK if done.is_complete or not wait else EXIT_BAD
+    return EXIT_OK if done.is_complete or wait is None else EXIT_BAD
 
 
 @command(
     app,
     FLEET,
-    "router --config fleet.yaml",
-    "router --config fleet.yaml --processes 4",
+    "router --config router.yaml",
+    "router --config router.yaml --processes 4",
 )
 def router(
     config: Annotated[Path, typer.Option(help="YAML file, see docs/guides/router.md.")],

@@ -235,6 +235,10 @@ def check_ssd(ssd_dir: Path) -> Iterator[Finding]:
         yield check_file_system(directory, machine.file_system(directory))
         free = machine.disk(directory).free_bytes
         detail = f"{ssd_dir}, {free / GIB:.1f} GiB free"
+        is_there = directory == ssd_dir.absolute()
+        if not is_there:
+            mount = next(x for x in (directory, *directory.parents) if os.path.ismount(x))
+            detail += f" at {mount}, where an engine makes it: it does not exist yet"
         if others_can_replace(directory):
             yield Finding(
                 "SSD directory",
@@ -242,6 +246,9 @@ def check_ssd(ssd_dir: Path) -> Iterator[Finding]:
                 f"{detail}; other users can write to {directory}",
                 f"chmod go-w {directory}: they could replace directories in it by their own",
             )
+        elif not is_there:
+            advice = "check that this is its name, and that its disk is mounted"
+            yield Finding("SSD directory", Status.WARN, detail, advice)
         else:
             yield Finding("SSD directory", Status.OK, detail)
         if is_direct(fd):

@@ -34,6 +34,12 @@ class RunningEngine:
         about = self.status["engine"]
         return f"{about['model']} (pid {about['pid']})"
 
+    @property
+    def names(self) -> str:
+        """Its title, with its ssd_dir if it has one: what people may call it."""
+        ssd_dir = self.status["engine"]["config"]["ssd_dir"]
+        return self.title if ssd_dir is None else f"{self.title} at {ssd_dir}"
+
     def is_named(self, name: str) -> bool:
         """Return whether people may call it so."""
         about = self.status["engine"]
@@ -77,7 +83,7 @@ def choose(name: str | None, *, may_be_all: bool = False) -> Found:
             f"not in {tempfile.gettempdir()}: set TMPDIR as the engine has it; in a container, run "
             "this inside; to a systemd unit with PrivateTmp give a TMPDIR elsewhere"
         )
-    known = "; ".join(x.title for x in engines)
+    known = "; ".join(x.names for x in engines)
     if not chosen:
         raise CommandError(f"no running engine is called {name!r}: there are {known}")
     if name is None and len(chosen) + len(silent) > 1 and not may_be_all:

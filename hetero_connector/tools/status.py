@@ -56,9 +56,11 @@ _WORKING = ("cache_alive", "io_alive", "ssd_writable", "ssd_readable", "director
 
 
 def state_text(status: Status) -> str:
-    """Return whether all parts work, and what commands have begun."""
+    """Return whether all parts work, whether the fleet shares, and what commands have begun."""
     broken = broken_parts(status)
     state = f"not working: {', '.join(broken)}" if broken else "healthy"
+    if status["health"].get("shared") is False:
+        state += ", shares nothing until the fleet is reset"
     if status["activity"]["draining"]:
         state += ", draining"
     scrub = status["activity"]["scrub"]

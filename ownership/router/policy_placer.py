@@ -167,6 +167,7 @@ class PolicyPlacer:
     def on_report(self, report: LoadReport) -> None:
         """A worker has told its load. The requests of this router are known better."""
         ledger, name = self._ledger, report.worker
+        self._views.fleet.note_sleep(name, is_asleep=report.is_asleep)
         if ledger is None or name not in ledger.workers:
             return
         changed_s, age_s = ledger.changed_s(name), ledger.report_age_s(name, report.told_s)

@@ -1,4 +1,5 @@
-"""Reads from workers' own metrics how busy they are: other clients may use them, too."""
+"""Reads from workers' own metrics how busy they are, for other clients may use them, too, and if
+they sleep."""
 
 from __future__ import annotations
 
@@ -17,15 +18,21 @@ _FIGURES = re.compile(
     r"|request_prompt_tokens_sum|request_prompt_tokens_count)\{[^}\n]*\} (\S+)$",
     re.MULTILINE,
 )
+# Not `/is_sleeping`: a vLLM whose engine dies while it is asked never ends, nor is restarted.
+_SLEEPS = re.compile(
+    r'^vllm:engine_sleep_state\{[^}\n]*sleep_state="awake"[^}\n]*\} 0(\.0)?$', re.MULTILINE
+)
 
 
 class LoadReport(NamedTuple):
-    """A worker's load as it was at some moment between two times."""
+    """A worker's load, and if it sleeps, as it was at some moment between two times."""
 
     worker: str
     load: WorkerLoad
     asked_s: float
     told_s: float
+    is_asleep: bool
+    """True if one of its engines sleeps (vLLM's sleep mode)."""
 
 
 class LoadReports:
@@ -43,19 +50,25 @@ class LoadReports:
     async def run(self) -> None:
         """Ask until the task is cancelled."""
         while True:
-            servers = self._servers()
-            await asyncio.gather(*(self._ask(name, ask) for name, ask in servers.items()))
+            await self.ask_all()
             await asyncio.sleep(self._period_s)
+
+    async def ask_all(self) -> None:
+        """Ask every worker once."""
+        servers = self._servers()
+        await asyncio.gather(*(self._ask(name, ask) for name, ask in servers.items()))
 
     async def _ask(self, name: str, ask: Ask) -> None:
         asked_s = monotonic()
         try:
             metrics = await ask("GET", "/metrics", None)
-            load = reported_load(metrics if isinstance(metrics, str) else "")
+            metrics = metrics if isinstance(metrics, str) else ""
+            load = reported_load(metrics)
         except (OSError, ValueError, OverflowError, TimeoutError):
             return  # the probes tell if it serves; a report that is missing only grows old
         if load is not None:
-            self._on_report(LoadReport(name, load, asked_s, monotonic()))
+            is_asleep = _SLEEPS.search(metrics) is not None
+            self._on_report(LoadReport(name, load, asked_s, monotonic(), is_asleep))
 
 
 def reported_load(metrics: str) -> WorkerLoad | None:

@@ -35,6 +35,8 @@ _Count = Annotated[int, Meta(ge=1, le=100_000)]
 _Size = Annotated[float, Meta(ge=0, le=1e9)]
 _Above0 = Annotated[float, Meta(gt=0, le=1e9)]
 _FIELD = re.compile(r" - at `\$\.?(?P<field>.*)`$")
+_OF_A_ROUTER = {"Expected `object`, got `str`", "Object contains unknown field `url`"}
+"""Problems of a worker in a router's configuration: a URL, or an object that has one."""
 
 
 class _Worker(msgspec.Struct, forbid_unknown_fields=True):
@@ -134,6 +136,13 @@ def _in_words(problem: str, field: str | None) -> str:
         return "the file is empty; docs/internals/simulator.md shows one"
     if found := re.fullmatch(r"Object missing required field `(.*)`", problem):
         return f"the key {found[1]!r} is missing"
+    is_worker = re.fullmatch(r"workers\[.*\]", field or "")
+    if is_worker and problem in _OF_A_ROUTER:
+        return (
+            "this is a router's configuration, with the addresses of workers. A simulated fleet "
+            "has a model, and the hardware or profile of its workers; docs/internals/simulator.md "
+            "shows one"
+        )
     if not (found := re.fullmatch(r"Object contains unknown field `(.*)`", problem)):
         return problem
     kinds: dict[str, type[msgspec.Struct]] = {"workers": _Worker, "links": _Link}

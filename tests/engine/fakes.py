@@ -67,7 +67,7 @@ class FakeBlockTables:
         self.prefixes: dict[bytes, int] = {}
         """The blocks in the prefix cache, by hash."""
         self.num_blocks = 0
-        """Of the pool; 0: partly full blocks are published, too."""
+        """The blocks of the pool; 0: partly full ones are published, too."""
         self.usage = 0.0
         """Share of the blocks that requests have; a test sets it."""
         self.resets = 0

@@ -16,6 +16,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from hetero_connector.connector import HeteroConnector
 from tests.engine.fakes import FakeRequest
 from tests.engine.stepped import tokens
+from tests.engine.test_chain_root import hear
 from tests.engine.test_hook_errors import Both
 
 
@@ -67,3 +68,32 @@ def test_in_a_multi_connector_errors_of_workers_are_counted(both: Both) -> None:
     )
     counted = both.scheduler._recorder.sums(["heterocache_hook_errors"])
     assert counted == {"heterocache_hook_errors{hook=start_load_kv}": 1.0}
+
+
+def test_a_gauge_says_if_the_fleet_finds_what_is_stored() -> None:
+    both = Both.make(directory="redis://redis:6379")
+
+    def gauge() -> float | None:
+        return both.scheduler._recorder.gauge("heterocache_shared")
+
+    try:
+        assert gauge() == 1.0
+        both.scheduler.reset_cache()
+        assert gauge() == 0.0, "an idle engine makes a step to report it"
+        assert both.scheduler._recorder.has_news()
+        both.scheduler.get_kv_connector_stats()
+        assert not both.scheduler._recorder.has_news()
+        hear(both.engine, 7)
+        both.step()
+        both.scheduler.get_kv_connector_stats()
+        assert gauge() == 1.0
+        both.scheduler.on_weights_changed(None)
+        assert gauge() == 0.0
+    finally:
+        both.close()
+
+
+def test_an_engine_without_a_directory_has_no_gauge_of_sharing(both: Both) -> None:
+    both.scheduler.reset_cache()
+    both.scheduler.get_kv_connector_stats()
+    assert both.scheduler._recorder.gauge("heterocache_shared") is None

@@ -231,6 +231,19 @@ def test_a_slow_directory_costs_one_deadline_and_is_asked_again_when_it_answers(
     until(answered)
 
 
+def test_a_report_tells_no_answer_of_the_directory_from_nothing_stored(fleet: Fleet) -> None:
+    bob = fleet.join("bob")
+
+    def reason(prompt: list[int]) -> str | None:
+        bob.run(FakeRequest("b", prompt, kv_transfer_params={"heterocache": {"report": True}}))
+        return bob.side.predictions.recent()[-1].reason
+
+    assert reason(PROMPT) == "nothing_stored"
+    fleet.directory.fails = True
+    assert reason(tokens(200, seed=3)) == "directory_late"
+    assert reason(PROMPT) is None, "it is stored here"
+
+
 def test_tenants_with_different_salts_share_nothing(fleet: Fleet) -> None:
     ann, bob = fleet.join("ann"), fleet.join("bob")
     ann.run(FakeRequest("a", PROMPT, cache_salt="red"))

@@ -56,6 +56,7 @@ def test_it_has_what_was_restored_decided_and_stored(engine: SocketEngine) -> No
         "ssd_readable": True,
         "ssd_quarantined_bytes": 0,
         "directory_joined": None,
+        "shared": None,
     }
 
 
@@ -97,12 +98,14 @@ def test_failures_are_summed_since_the_start_however_often_metrics_are_drained(
     recorder.add("heterocache_failures", cause="checksum", tier="ssd")
     recorder.add_reported({"heterocache_hook_errors{hook=start_load_kv}": 2.0, "other{}": 1.0})
     recorder.set("heterocache_directory_joined", 0.0)
+    recorder.set("heterocache_shared", 0.0)
     recorder.drain()
     told = live(engine)
     failed = {"cause": "checksum", "tier": "ssd", "count": 3}
     assert told["counts"]["heterocache_failures"] == [failed]
     assert told["counts"]["heterocache_hook_errors"] == [{"hook": "start_load_kv", "count": 2}]
     assert told["health"]["directory_joined"] is False
+    assert told["health"]["shared"] is False
 
 
 def test_what_another_process_has_reported_is_not_reported_again() -> None:

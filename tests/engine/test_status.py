@@ -313,3 +313,11 @@ def test_a_clients_request_id_is_printed_as_it_is() -> None:
     ):  # fmt: skip
         assert expected in shown
     assert "\x1b" not in shown
+
+
+@pytest.mark.parametrize("shared", [True, None, False])
+def test_an_engine_that_was_reset_alone_says_so(shared: bool | None) -> None:
+    said = ", shares nothing until the fleet is reset" if shared is False else ""
+    status = {"health": {"shared": shared}, "activity": {"draining": False, "scrub": None}}
+    assert printing.state_text(status) == f"healthy{said}"
+    assert printing.broken_parts(status) == [], "an operator has reset it"

@@ -12,6 +12,7 @@ import sqlite3
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -216,14 +217,44 @@ def test_unused_models_go_least_recently_used_first_and_only_if_needed(tmp_path:
         os.utime(folder / "lock", (1e9, 1e9 - age))
     taken = disk_bytes(tmp_path / OTHER.hex()[:16])
     own = tmp_path / THIRD.hex()[:16]
-    make_room(tmp_path, own, needed_bytes=4 * MIB, room_bytes=4 * MIB + 2 * taken)
+    make_room(tmp_path, own, needed_bytes=4 * MIB, room_bytes=4 * MIB + 2 * taken, description={})
     assert (tmp_path / MODEL.hex()[:16]).exists()
-    make_room(tmp_path, own, needed_bytes=4 * MIB, room_bytes=4 * MIB + taken)
+    make_room(tmp_path, own, needed_bytes=4 * MIB, room_bytes=4 * MIB + taken, description={})
     assert not (tmp_path / MODEL.hex()[:16]).exists(), "the least recently used one goes"
     assert (tmp_path / OTHER.hex()[:16]).exists()
     open_at(tmp_path, THIRD, 4 * MIB).close()
     assert not (tmp_path / OTHER.hex()[:16]).exists()
     assert disk_bytes(tmp_path) <= 4 * MIB
+
+
+TINY = {"model_name": "tiny", "weights": "aa", "model_dtype": "float32", "extras": {"x": "1"}}
+
+
+@pytest.mark.parametrize(
+    ("present", "said"),
+    [
+        (TINY | {"model_name": "big", "weights": "bb"}, "of the model tiny, not in use"),
+        (TINY | {"model_dtype": "float16", "extras": {"x": "2", "y": "1"}}, "model_dtype, x, y)"),
+        (TINY | {"model_name": "moved"}, "of this model with other settings: its configuration"),
+    ],
+)
+def test_the_log_says_what_differs_in_a_directory_that_is_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, present: dict[str, Any], said: str
+) -> None:
+    SsdDirectory.open(tmp_path, OTHER, SLOTS, 4 * MIB, TINY).close()
+    SsdDirectory.open(tmp_path, MODEL, SLOTS, 4 * MIB, present).close()
+    (removed,) = (x.getMessage() for x in caplog.records if "removing" in x.getMessage())
+    assert said in removed
+
+
+def test_a_directory_whose_journal_cannot_be_read_is_removed_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    SsdDirectory.open(tmp_path, OTHER, SLOTS, 4 * MIB, TINY).close()
+    (tmp_path / OTHER.hex()[:16] / "journal.sqlite").write_bytes(b"damaged" * 1000)
+    SsdDirectory.open(tmp_path, MODEL, SLOTS, 4 * MIB, TINY).close()
+    assert not (tmp_path / OTHER.hex()[:16]).exists()
+    assert "of a model or settings not in use" in caplog.text
 
 
 def test_foreign_files_in_the_directory_are_left_alone(tmp_path: Path) -> None:

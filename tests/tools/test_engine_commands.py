@@ -105,6 +105,13 @@ def test_the_engines_that_run_are_named_if_another_is_asked_for(
     assert "no running engine is called 'other': there are m (pid 4711)" in err
 
 
+def test_the_directories_by_which_engines_can_be_chosen_are_named(
+    start: Start, run: Run, tmp_path: Path
+) -> None:
+    start(ssd_dir=tmp_path / "kv", ssd_bytes=1 << 20)
+    assert f"there are m (pid 4711) at {tmp_path}/kv\n" in run("status", "--engine", "other")[2]
+
+
 @pytest.mark.parametrize("command", [["top", "--once"], ["status"], ["timeline"], ["drain"]])
 def test_a_folder_that_is_open_to_others_is_refused_with_what_to_do(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
@@ -414,7 +421,7 @@ def test_one_of_several_engines_is_chosen(start: Start, run: Run, tmp_path: Path
     code, _, err = run("clear", "--all", "--yes")
     assert code == 2
     assert "--engine" in err
-    assert "models/one (pid 4711); models/two (pid 4711)" in err
+    assert f"models/one (pid 4711) at {tmp_path}/ssd; models/two (pid 4711)" in err
     code, _, err = run("clear", "--all", "--yes", "--engine", "three")
     assert code == 2
     assert "'three'" in err

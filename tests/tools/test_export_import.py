@@ -408,6 +408,7 @@ def test_an_engine_keeps_the_directory_to_itself(exported: Path, tmp_path: Path,
     directory.close()
     assert code == 2
     assert f"in use by process {os.getpid()}" in err
+    assert "ssd_dir" not in err, "a tool has none"
 
 
 def test_state_of_other_models_is_not_deleted_for_it(

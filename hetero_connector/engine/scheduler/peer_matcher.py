@@ -171,6 +171,7 @@ class PeerMatcher:
                 return True
             if not search.is_read:
                 self._read_answer(search)
+                tracker.lacks_answer = not search.lookup.found
                 self._look_up_tails(self._fleet, tracker, search, limit)
             elif not self._is_incomplete(search, limit):
                 return True

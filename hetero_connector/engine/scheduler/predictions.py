@@ -263,7 +263,8 @@ def _reason_at_admission(tracker: RequestTracker, stopped: bool) -> NothingResto
     if tracker.attempts is not None and tracker.attempts.count:
         return NothingRestored.UNREADABLE
     if not tracker.stored_tokens:
-        return NothingRestored.NOTHING_STORED
+        late = tracker.lacks_answer
+        return NothingRestored.DIRECTORY_LATE if late else NothingRestored.NOTHING_STORED
     return NothingRestored.IN_ENGINE if tracker.stored_tokens <= tracker.local_tokens else None
 
 

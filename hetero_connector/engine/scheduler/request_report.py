@@ -24,6 +24,8 @@ class NothingRestored(StrEnum):
 
     NOTHING_STORED = "nothing_stored"
     """No state of its first tokens is stored."""
+    DIRECTORY_LATE = "directory_late"
+    """None is stored here, and the directory did not tell in time what peers store."""
     IN_ENGINE = "in_engine"
     """The engine's own prefix cache has everything that is stored."""
     NO_BOUNDARY = "no_boundary"

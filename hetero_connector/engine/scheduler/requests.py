@@ -90,6 +90,8 @@ class RequestTracker:
     """Tokens that its last admission counted as restored."""
     stored_tokens: int = 0
     """The end of what was stored of it at the last match."""
+    lacks_answer: bool = False
+    """True if the directory did not tell in time, or could not be asked, what peers store of it."""
     asked_s: float = 0.0
     """Clock time of vLLM's first question."""
     wait: Wait | None = None

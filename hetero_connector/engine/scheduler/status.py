@@ -112,6 +112,7 @@ class EngineStatus:
 
     def _summarise(self, num_pins: int) -> dict[str, Any]:
         joined = self._recorder.gauge("heterocache_directory_joined")
+        shared = self._recorder.gauge("heterocache_shared")
         cache_alive = self._recorder.gauge("heterocache_cache_alive")
         return {
             **self._begin(),
@@ -119,6 +120,7 @@ class EngineStatus:
                 "cache_alive": bool(cache_alive),
                 **self._store.health()._asdict(),
                 "directory_joined": None if joined is None else bool(joined),
+                "shared": None if shared is None else bool(shared),
             },
             "counts": self._count(),
             "tokens": self._sources.tokens(),

@@ -25,7 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from hetero_connector.artifacts.generation import FIRST, Generation
-from hetero_connector.errors import ConfigError, StoreError, StoreTakenError, TransferError
+from hetero_connector.errors import (
+    ConfigError,
+    StoreError,
+    StoreInUseError,
+    StoreTakenError,
+    TransferError,
+)
 from hetero_connector.spec.state_types import StateType
 from hetero_connector.store.catalog.slot_geometry import SlotGeometry, bundles_of, padded
 from hetero_connector.store.ssd.directory_lock import SERVER_LEASE_S, DirectoryLock
@@ -173,6 +179,8 @@ class SsdDirectory:
             except BaseException:
                 directory._abandon()
                 raise
+        except StoreInUseError as e:
+            raise StoreInUseError(f"{e}, or give this engine another ssd_dir") from e
         except (ConfigError, StoreError):
             raise
         except OSError as e:
@@ -308,13 +316,13 @@ class SsdDirectory:
         """Do what other engines must not do meanwhile: they wait, whatever the journal's size."""
         # The journal first: if it belongs to something else, nothing has been touched yet.
         is_new = not (self.path / JOURNAL_NAME).exists()
-        needed = self.geometry.size_bytes
+        room = root, self.path, self.geometry.size_bytes, room_bytes, meta.description
         if is_new:
-            make_room(root, self.path, needed, room_bytes, keep_unused=keep_unused)
+            make_room(*room, keep_unused=keep_unused)
             self._open_generation(is_new=True, wanted=generation)
         self._open_journal(meta, check=False)
         if not is_new:
-            make_room(root, self.path, needed, room_bytes, keep_unused=keep_unused)
+            make_room(*room, keep_unused=keep_unused)
             self._open_generation(is_new=False)
         self._open_slab(root)
         if not self.direct:

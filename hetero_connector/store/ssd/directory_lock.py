@@ -237,7 +237,7 @@ def _in_use(path: Path) -> str:
         who, advice = f"in use by {holder(path)}", "stop that engine"
     else:
         who, advice = "being read by peers that take over from a dead engine", "start again"
-    return f"{path.parent} is {who}; {advice}, or give this one another ssd_dir"
+    return f"{path.parent} is {who}; {advice}"
 
 
 def _is_at(fd: int, path: Path) -> bool:

@@ -7,17 +7,19 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from hetero_connector.errors import ConfigError, StoreInUseError
+from hetero_connector.errors import ConfigError, StoreError, StoreInUseError
 from hetero_connector.store.ssd.directory_lock import (
     DirectoryLock,
     holder,
     is_lock_file,
     is_locked,
 )
+from hetero_connector.store.ssd.journal import Journal
 from hetero_connector.units import size_text
 
 logger = logging.getLogger("vllm.heterocache")
@@ -38,6 +40,11 @@ _OURS = re.compile(
     r"lock|generation(\.new)?|journal\.sqlite(-wal|-shm)?|journal\.corrupt-.*|"
     rf"{re.escape(SLAB_NAME)}|{re.escape(LEARNED_NAME)}(\.new)?|cleared-salts\.json(\.new)?"
 )
+_SETTINGS = (
+    *("model_dtype", "kv_cache_dtype", "quantization", "chunk_tokens", "layout"),
+    *("attention_backend", "engine_version", "tp_size"),
+)
+"""Parts of a description that are settings of the engine; the rest of them is in `extras`."""
 _SQLITE_MAGIC = b"SQLite format 3\0"
 
 
@@ -152,13 +159,20 @@ def room_beside_live(root: Path, own: Path, limit_bytes: int, *, keep_unused: bo
 
 
 def make_room(
-    root: Path, own: Path, needed_bytes: int, room_bytes: int, *, keep_unused: bool = False
+    root: Path,
+    own: Path,
+    needed_bytes: int,
+    room_bytes: int,
+    description: Mapping[str, Any],
+    *,
+    keep_unused: bool = False,
 ) -> None:
     """Let `own` grow to `needed_bytes` while it and unused models stay within `room_bytes`.
 
     Directories of models that no engine uses are removed for it, least recently used first, and
     only if needed; a directory that this package did not make stays, and all do with `keep_unused`.
-    Raises ConfigError if the filesystem has too little space even then. Call with `root` locked.
+    The log says what differs in them from the `description` of this engine's model. Raises
+    ConfigError if the filesystem has too little space even then. Call with `root` locked.
     """
     directories = list(model_directories(root))
     present = next((d.disk_bytes for d in directories if d.path == own), 0)
@@ -172,7 +186,7 @@ def make_room(
         fits = unused_bytes + needed_bytes <= room_bytes
         if fits and free_bytes(root) + present >= needed_bytes:
             return
-        if _remove(victim):
+        if _remove(victim, description):
             unused_bytes -= victim.disk_bytes
     if free_bytes(root) + present < needed_bytes:
         raise no_space(root, needed_bytes - present)
@@ -193,7 +207,23 @@ def no_space(root: Path, asked_bytes: int) -> ConfigError:
     )
 
 
-def _remove(victim: ModelDirectory) -> bool:
+def _difference(path: Path, description: Mapping[str, Any]) -> str:
+    """Say of what model or settings the unused directory `path` is, next to this engine's."""
+    try:
+        journal = Journal.open_existing(path / JOURNAL_NAME, read_only=True, check=False)
+    except StoreError:
+        return "of a model or settings not in use"
+    other = journal.meta.description
+    journal.close()
+    if other.get("weights") != description.get("weights"):
+        return f"of the model {other.get('model_name') or 'without a name'}, not in use"
+    one, two = ({**x.get("extras", {}), **x} for x in (other, description))
+    names = {*_SETTINGS, *other.get("extras", {}), *description.get("extras", {})}
+    changed = sorted(name for name in names if one.get(name) != two.get(name))
+    return f"of this model with other settings: {', '.join(changed) or 'its configuration'}"
+
+
+def _remove(victim: ModelDirectory, description: Mapping[str, Any]) -> bool:
     """Delete an unused model's directory; False if an engine uses it or it cannot be deleted."""
     try:
         lock = DirectoryLock.acquire(victim.lock_path, readers_wait_s=_READERS_WAIT_S)
@@ -201,9 +231,10 @@ def _remove(victim: ModelDirectory) -> bool:
         return False
     try:
         logger.warning(
-            "removing %s (%s, of a model not in use) to stay within ssd_gib",
+            "removing %s (%s, %s) to stay within ssd_gib; to keep such state, use another ssd_dir",
             victim.path,
             size_text(victim.disk_bytes),
+            _difference(victim.path, description),
         )
 
         # The journal first: interrupted, this leaves a slab that nothing refers to, and no rows

@@ -115,6 +115,13 @@ class FleetChains:
             self._groups = None
         self._servers[server] = tuple(engines), now_s
 
+    def note_sleep(self, server: str, *, is_asleep: bool) -> None:
+        """Remember if a server sleeps. One that has left is not remembered."""
+        if is_asleep and server in self._servers:
+            self.asleep.add(server)
+        else:
+            self.asleep.discard(server)
+
     def forget(self, server: str) -> None:
         """Drop a server that has left."""
         self._servers.pop(server, None)
@@ -333,12 +340,16 @@ class PrefixViews:
 
         asked = self._lookups.submit(ask)
         asked.add_done_callback(partial(self._on_answer, began_s=began_s))
-        done, _ = await asyncio.wait([asyncio.wrap_future(asked)], timeout=self._deadline_s)
+        answer = asyncio.wrap_future(asked)
+        try:
+            done, _ = await asyncio.wait([answer], timeout=self._deadline_s)
+        finally:
+            answer.cancel()  # if it is late, or the client has left: else its error is logged unread
         if not done:
             self._breaker.on_failure(began_s)
             return Reason.DIRECTORY_LATE
         try:
-            return done.pop().result()
+            return answer.result()
         except DirectoryError:
             return Reason.DIRECTORY_FAILED
 

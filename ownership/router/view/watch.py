@@ -74,7 +74,6 @@ class FleetWatch:
             except ValueError:
                 if fleet.instances(name) or not await self._follow_events(name, ask):
                     raise
-            await self._note_sleep(name, ask)
             instances = fleet.instances(name) | stock.instances(name)
             if self._probed.get(name) != instances:
                 self._forget(name)
@@ -113,18 +112,6 @@ class FleetWatch:
         self._views.fleet.told(name, (), self._clock())
         self._views.stock.told(name, models)
         return True
-
-    async def _note_sleep(self, name: str, ask: Ask) -> None:
-        """Remember if a server sleeps. One that does not tell cannot be sent to sleep."""
-        try:
-            answer = await ask("GET", "/is_sleeping", None)
-        except ValueError:
-            answer = {}
-        asleep = self._views.fleet.asleep
-        if isinstance(answer, Mapping) and answer.get("is_sleeping"):
-            asleep.add(name)
-        else:
-            asleep.discard(name)
 
     def _end_events(self, name: str) -> None:
         self._views.stock.forget(name)

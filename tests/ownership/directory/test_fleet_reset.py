@@ -231,10 +231,29 @@ class TestCommand:
         assert told["number"] > 0
 
     def test_the_command_says_that_there_is_no_engine(
-        self, capsys: pytest.CaptureFixture[str]
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert main(["reset", "--directory", "memory://", "--yes"]) == 1
-        assert "no engine is registered" in capsys.readouterr().err
+        monkeypatch.setattr(opening, "open_directory", lambda url: MemoryDirectory())
+        assert main(["reset", "--directory", "redis://host", "--yes"]) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert "no engine is registered" in err
+
+    def test_a_directory_of_this_process_alone_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(opening, "open_directory", lambda url: pytest.fail("it goes on"))
+        assert main(["reset", "--directory", "memory://", "--yes"]) == 2
+        assert "memory:// is a directory within one process" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(("wait", "code"), [([], 0), (["--wait", "0"], 1)])
+    def test_a_wait_of_no_time_is_one(
+        self, monkeypatch: pytest.MonkeyPatch, wait: list[str], code: int
+    ) -> None:
+        directory = MemoryDirectory()
+        directory.register(Worker("ann"), LEASE_S)
+        monkeypatch.setattr(opening, "open_directory", lambda url: directory)
+        assert main(["reset", "--directory", "redis://host", "--yes", *wait]) == code
 
     @pytest.mark.parametrize("answer", [None, "n", "y"])
     def test_the_command_asks_first(

@@ -131,7 +131,7 @@ def test_replicas_answer_only_what_they_told() -> None:
         return await replicas.servers()[name]("GET", path, None)
 
     assert asyncio.run(ask("r1", "/v1/models"))["data"][0]["id"] == "chat"
-    for name, path in (("r1", "/is_sleeping"), ("r3", "/v1/models")):
+    for name, path in (("r1", "/tokenize"), ("r3", "/v1/models")):
         with pytest.raises(ValueError, match="tells nothing of"):
             asyncio.run(ask(name, path))
 

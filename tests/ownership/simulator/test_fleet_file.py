@@ -140,6 +140,9 @@ BAD = {
     "model: llama-3.1-8b\nworkers: [{hardware: a100}]\nlinks: [{from: a, to: b, gbit_per_s: 1}]": (
         r"links\[0\].from: no worker 'a'"
     ),
+    "model: m\nworkers: [http://a:8000]": r"workers\[0\]: this is a router's configuration, .*",
+    "model: m\nworkers: [{url: http://a}]": r"workers\[0\]: this is a router's configuration",
+    "model: m\nworkers: [5]": r"workers\[0\]: Expected `object`, got `int`",
     "\x00": r"not YAML",
 }
 

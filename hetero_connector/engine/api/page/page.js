@@ -77,6 +77,7 @@ function judge({ health, counts, draining }) {
     "Fleet", health.directory_joined ? "good" : "bad", health.directory_joined ? "joined" : "not joined",
     "This engine is not in the fleet's directory: it has its local cache only.",
   ]);
+  if (health.shared === false) rows.push(["Sharing", "warn", "nothing until the fleet is reset", "An engine was reset alone, or has new weights without a version: until the fleet is reset, it shares nothing."]);
   if (health.ssd_quarantined_bytes) rows.push(["Reads that have not ended", "warn", bytes(health.ssd_quarantined_bytes), "Some SSD reads do not end."]);
   const rate = (name, key, trouble) => {
     const n = total(counts, key);

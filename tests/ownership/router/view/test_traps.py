@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from random import Random
 from typing import Any
 
 import msgspec
 import pytest
 
+from ownership.router.figures import WorkerFigures
 from ownership.router.identity import ChainCache, ModelTokenizer, PromptIdentity
+from ownership.router.policy_placer import PolicyPlacer
+from ownership.router.reports import LoadReports
 from ownership.router.view import Certainty, FleetWatch, PrefixViews, StockWorkers
 from ownership.router.view.event_stream import EventStream
+from ownership.scheduling.registry import scheduling_policy
 from ownership.scheduling.step import WorkerPrefix
 from tests.ownership.router.identity.tokenizers_of_kinds import model_tokenizer
 from tests.ownership.router.view.test_views import ANSWER, Fleet, Server
@@ -38,8 +43,13 @@ class StockServer(Server):
             raise ValueError("404")
         if path == "/kv_event_sources":
             return {"0": {"endpoint": "tcp://*:5557", "publisher": "zmq"}}
-        if path == "/is_sleeping":
-            return {"is_sleeping": self.is_asleep}
+        if path == "/metrics":
+            return (
+                'vllm:num_requests_running{engine="0",model_name="m"} 0.0\n'
+                'vllm:engine_sleep_state{engine="0",model_name="m",sleep_state="awake"} '
+                f"{float(not self.is_asleep)}\n"
+                'vllm:engine_sleep_state{engine="0",model_name="m",sleep_state="discard_all"} 0.0\n'
+            )
         return await super().ask(method, path, body)
 
     def publish(self, *events: Any, number: int | None = None) -> None:
@@ -99,10 +109,14 @@ class Watched:
         self._watch = FleetWatch(
             self.views, lambda: {"one": server.ask}, clock=lambda: 0.0, events=reader
         )
+        policy = scheduling_policy("ownerserve", Random(0))
+        placer = PolicyPlacer(policy, self.views, WorkerFigures())
+        self._reports = LoadReports(lambda: {"one": server.ask}, placer.on_report, 1.0)
         self.ask()
 
     def ask(self) -> None:
         asyncio.run(self._watch.ask_all())
+        asyncio.run(self._reports.ask_all())
 
     def find(self, now_s: float = 1.0) -> tuple[Certainty, tuple[str, ...], int]:
         view = asyncio.run(self.views.find("/v1/chat/completions", TALK, now_s))
@@ -155,6 +169,25 @@ def test_a_trap_of_a_stock_server_is_told(
     watched.ask()
     certainty, reasons, _ = watched.find(now_s)
     assert (certainty, reasons) == (Certainty.DEGRADED, (reason,))
+    watched.views.close()
+
+
+def test_a_server_that_wakes_or_leaves_is_asleep_no_more() -> None:
+    server = StockServer()
+    watched = Watched(server)
+    fleet = watched.views.fleet
+    sleep(server)
+    watched.ask()
+    assert fleet.asleep == {"one"}
+    server.is_asleep = False
+    watched.ask()
+    assert not fleet.asleep
+    sleep(server)
+    watched.ask()
+    fleet.forget("one")
+    assert not fleet.asleep
+    fleet.note_sleep("one", is_asleep=True)
+    assert not fleet.asleep, "its last report came after it had left"
     watched.views.close()
 
 
