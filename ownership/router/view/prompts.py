@@ -344,7 +344,7 @@ class PrefixViews:
         try:
             done, _ = await asyncio.wait([answer], timeout=self._deadline_s)
         finally:
-            answer.cancel()  # if it is late, or the client has left: else its error is logged unread
+            answer.cancel()  # if it is late, or the client has left: else asyncio logs its error
         if not done:
             self._breaker.on_failure(began_s)
             return Reason.DIRECTORY_LATE
