@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
     """Stores a model's KV state as typed artifacts, and restores prefixes from them."""
 
+    _is_in_fleet = False
+    """True with a directory."""
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -58,6 +61,7 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
         self._config = HeteroConfig.from_extra_config(
             self._kv_transfer_config.kv_connector_extra_config
         )
+        self._is_in_fleet = bool(self._config.directory)
         self._recorder = Recorder()
         self._errors = HookErrors(self._recorder)
         self._scheduler = self._worker = None
@@ -270,7 +274,7 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
             handoff_tokens, report = self._scheduler.on_finished(request, block_ids)
         # Without a directory no other engine can read what is stored here, and in a MultiConnector
         # the keys may be those of another connector, which does hand the prompt off.
-        answer = handoff_answer(request, handoff_tokens) if self._config.directory else None
+        answer = handoff_answer(request, handoff_tokens) if self._is_in_fleet else None
         if report is not None:
             answer = {**(answer or {}), **report_answer(report)}
         return False, answer
@@ -334,7 +338,7 @@ class HeteroConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _publish_sharing(self) -> None:
         """Set the gauge of whether the engines of the fleet find what this one stores."""
-        if self._scheduler and self._config.directory:
+        if self._scheduler and self._is_in_fleet:
             is_shared = float(self._scheduler.root.is_shared)
             if self._recorder.gauge("heterocache_shared") != is_shared:
                 self._recorder.set("heterocache_shared", is_shared)

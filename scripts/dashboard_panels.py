@@ -298,8 +298,12 @@ OF_ENGINES: dict[str, Sequence[Panel]] = {
     "Fleet": (
         Panel(
             "Engines in the directory",
-            "1 while an engine is registered; empty without a fleet.",
-            [Query("heterocache_directory_joined{%}", "{{instance}} {{engine}}")],
+            "1 while an engine is registered, and while others find what it stores. "
+            "Empty without a fleet.",
+            [
+                Query("heterocache_directory_joined{%}", "{{instance}} {{engine}}"),
+                Query("heterocache_shared{%}", "{{instance}} {{engine}} shared"),
+            ],
             most=1,
         ),
         Panel(

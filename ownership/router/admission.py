@@ -59,7 +59,7 @@ class _Class:
         self.turns = _Turns[str]()
 
 
-class FairQueue:
+class _FairQueue:
     """Waiting requests: the classes take turns by weight, and the callers of a class by turns.
 
     So a class gets its share while it has requests, from however many callers, and a caller that
@@ -86,30 +86,22 @@ class FairQueue:
         found.flows[caller].append(waiter)
         self._size += 1
 
-    def pop(self, can_run: Callable[[RouterRequest], bool]) -> _Waiter | None:
-        """Take the first request that can run, of the first class and caller that have one.
-
-        One that cannot run, for a model whose workers are full, say, holds up none behind it.
-        """
-        known: dict[str | None, bool] = {}
-
-        def runs(request: RouterRequest) -> bool:
-            if request.tried:  # it may not go to every worker of its model
-                return can_run(request)
-            if request.model not in known:
-                known[request.model] = can_run(request)
-            return known[request.model]
-
+    def first(self, runs: Callable[[RouterRequest], bool]) -> _Waiter | None:
+        """Return the first request that runs, of the first class and caller that have one."""
         for priority in self._turns.order():
             found = self._classes[priority]
             for caller in found.turns.order():
                 waiter = next((x for x in found.flows[caller] if runs(x.request)), None)
                 if waiter is not None:
-                    self._turns.take(priority, WEIGHTS[priority])
-                    found.turns.take(caller)
-                    self.remove(waiter)
                     return waiter
         return None
+
+    def take(self, waiter: _Waiter) -> None:
+        """Remove a request whose class and caller so take a turn."""
+        priority = waiter.request.priority
+        self._turns.take(priority, WEIGHTS[priority])
+        self._classes[priority].turns.take(waiter.request.caller)
+        self.remove(waiter)
 
     def remove(self, waiter: _Waiter) -> None:
         priority, caller = waiter.request.priority, waiter.request.caller
@@ -122,6 +114,60 @@ class FairQueue:
         if not found.flows:
             del self._classes[priority]
             self._turns.leave(priority)
+
+
+class FairQueue:
+    """Waiting requests of all models, in turns of all and, within a model, in its own.
+
+    What a class was given at one model's workers must not count against it at another's. The turns
+    of all say which model is next, for models that have the same workers.
+    """
+
+    def __init__(self) -> None:
+        self._all = _FairQueue()
+        self._models: dict[str | None, _FairQueue] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def push(self, waiter: _Waiter) -> None:
+        self._all.push(waiter)
+        self._models.setdefault(waiter.request.model, _FairQueue()).push(waiter)
+
+    def pop(self, can_run: Callable[[RouterRequest], bool]) -> _Waiter | None:
+        """Take the next request that can run.
+
+        One that cannot run, for a model whose workers are full, say, holds up none behind it.
+        """
+        known: dict[str | None, bool] = {}
+
+        def runs(request: RouterRequest) -> bool:
+            if request.tried:  # it may not go to every worker of its model
+                return can_run(request)
+            if request.model not in known:
+                known[request.model] = can_run(request)
+            return known[request.model]
+
+        found = self._all.first(runs)
+        if found is None:
+            return None
+        model = found.request.model
+        waiter = self._models[model].first(runs)
+        assert waiter is not None  # `found`, if no other
+        self._all.take(waiter)
+        self._models[model].take(waiter)
+        self._forget_empty(model)
+        return waiter
+
+    def remove(self, waiter: _Waiter) -> None:
+        model = waiter.request.model
+        self._all.remove(waiter)
+        self._models[model].remove(waiter)
+        self._forget_empty(model)
+
+    def _forget_empty(self, model: str | None) -> None:
+        if not self._models[model]:
+            del self._models[model]
 
 
 class Admission:

@@ -229,7 +229,10 @@ class PolicyPlacer:
             return
         _stop_expecting(placed)
         is_stream = placed.request.is_stream  # else its tokens are not known
-        self._ledger.ended(placed, num_events if is_stream else 0, now_s)
+        if placed.first_byte_s is None:  # a first token that was only predicted tells nothing
+            self._ledger.failed(placed, now_s)
+        else:
+            self._ledger.ended(placed, num_events if is_stream else 0, now_s)
         self._compare(placed, placed.worker, placed.answer_id)
         self._write(placed, now_s, num_events if is_stream else None)
 

@@ -43,18 +43,18 @@ class StaticPd:
     """Compute every prompt in a prefill pool and decode it in a decode pool, by role.
 
     Takes the worker of each pool with the fewest queued tokens, or running decodes. A session stays
-    with its decoder, which keeps its state.
+    with its decoder, which keeps its state, and computes prompts while no prefill worker accepts.
     """
 
     name: str = "static_pd"
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
         pricing = StepPricing(step, fleet)
-        prefillers = accepting_workers(pricing, fleet.prefill_pool)
         decoders = accepting_workers(pricing, fleet.decode_pool)
         decode = fleet.index.get(step.owner or "")
         if decode is None or decode not in decoders:
             decode = min(decoders, key=pricing.table.running.__getitem__)
+        prefillers = [i for i in fleet.prefill_pool if pricing.table.accepting[i]] or [decode]
         prefill = min(prefillers, key=pricing.table.queued_tokens.__getitem__)
         return PlacementDecision(step, Route(decode, prefill), fleet.names, pricing)
 
@@ -63,7 +63,8 @@ class StaticPd:
 class RoundRobinPd:
     """Use the workers of the two pools in turn, as vLLM's example proxies do.
 
-    Where one worker is in both pools, another one prefills for it, as far as there is another.
+    Where one worker is in both pools, another one of the prefill pool prefills for it. Without
+    another that accepts, it computes the prompt itself.
     Source: `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py` in vLLM.
     """
 
@@ -72,11 +73,11 @@ class RoundRobinPd:
 
     def decide(self, step: Step, fleet: FleetView) -> PlacementDecision:
         pricing = StepPricing(step, fleet)
-        prefillers = accepting_workers(pricing, fleet.prefill_pool)
         decoders = accepting_workers(pricing, fleet.decode_pool)
         turn, self._turn = self._turn, self._turn + 1
         decode = decoders[turn % len(decoders)]
-        others = [worker for worker in prefillers if worker != decode] or [decode]
+        accepting = pricing.table.accepting
+        others = [i for i in fleet.prefill_pool if accepting[i] and i != decode] or [decode]
         route = Route(decode, others[turn % len(others)])
         return PlacementDecision(step, route, fleet.names, pricing)
 

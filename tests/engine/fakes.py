@@ -66,8 +66,8 @@ class FakeBlockTables:
         """Number of a request's blocks in the prefix cache, by group."""
         self.prefixes: dict[bytes, int] = {}
         """The blocks in the prefix cache, by hash."""
-        self.num_blocks = 0
-        """The blocks of the pool; 0: partly full ones are published, too."""
+        self.has_partial_hits = True
+        """Blocks that are partly full are published, too."""
         self.usage = 0.0
         """Share of the blocks that requests have; a test sets it."""
         self.resets = 0
@@ -89,20 +89,24 @@ class FakeBlockTables:
                 req_to_blocks={
                     name: [SimpleNamespace(block_id=i, is_null=not i) for i in ids[group]]
                     for name, ids in self.ids.items()
+                    if group < len(ids)
                 },
                 num_cached_block=published,
             )
             for group, published in enumerate(self.published)
         ]
         return SimpleNamespace(
-            single_type_managers=managers, enable_partial_hash_hits=not self.num_blocks
+            single_type_managers=managers, enable_partial_hash_hits=self.has_partial_hits
         )
 
     @property
     def block_pool(self) -> SimpleNamespace:
         return SimpleNamespace(
             evict_blocks=self.evict,
-            num_gpu_blocks=self.num_blocks,
+            blocks=[
+                SimpleNamespace(block_id=block, block_hash=name)
+                for name, block in self.prefixes.items()
+            ],
             cached_block_hash_to_block=self.prefixes,
             get_usage=lambda: self.usage,
         )

@@ -116,7 +116,7 @@ def test_vllms_own_pages_are_forgotten_at_a_change_while_requests_run(
     engine: Engine, change: str
 ) -> None:
     """Else what hits them is not stored until vLLM's cache is empty, which may be never."""
-    engine.tables.num_blocks = 1000
+    engine.tables.has_partial_hits = False
     engine.tables.prefixes = {b"the first block": 1, b"the last block": 999}
     running = FakeRequest("running", tokens(PROMPT, 3))
     engine.admit(running)
@@ -136,7 +136,7 @@ def test_vllms_own_pages_are_forgotten_at_a_change_while_requests_run(
 
 def test_vllms_own_pages_stay_while_the_version_of_the_weights_is_unknown(engine: Engine) -> None:
     """Any call to the workers may have changed them: a monitor's, say, in each second."""
-    engine.tables.num_blocks = 1000
+    engine.tables.has_partial_hits = False
     engine.tables.prefixes = {b"block": 1}
     engine.side.root.on_weights_changed(None)
     assert engine.tables.prefixes == {b"block": 1}
@@ -145,11 +145,30 @@ def test_vllms_own_pages_stay_while_the_version_of_the_weights_is_unknown(engine
     assert engine.step(hit=PROMPT - CHUNK).saves == []
 
 
+def test_once_vllms_pages_are_forgotten_what_hits_newer_ones_is_stored(engine: Engine) -> None:
+    """The weights have no version, and a salt is cleared."""
+    engine.tables.has_partial_hits = False
+    engine.tables.prefixes = {b"block": 1}
+    engine.side.root.on_weights_changed(None)
+    engine.side.on_cleared(Cleared(salt="other"))
+    engine.tables.prefixes = {b"newer": 2}
+    hit = FakeRequest("hit", tokens(PROMPT))
+    engine.admit(hit, local=CHUNK)
+    assert engine.step(hit=PROMPT - CHUNK).saves
+
+
+def test_vllm_is_not_asked_to_empty_a_cache_that_requests_use(engine: Engine) -> None:
+    engine.tables.has_partial_hits = False
+    engine.tables.prefixes, engine.tables.usage = {b"block": 1}, 0.1
+    assert engine.side.reset_pages()
+    assert (engine.tables.prefixes, engine.tables.resets) == ({}, 0)
+
+
 def test_a_request_that_was_matched_before_its_step_adopts_a_reset_is_not_stored(
     engine: Engine,
 ) -> None:
     """vLLM has found its own pages, and asks the connector then."""
-    engine.tables.num_blocks = 1000
+    engine.tables.has_partial_hits = False
     engine.tables.usage = 0.1
     hear(engine, 5)
     matched = FakeRequest("matched", tokens(PROMPT))

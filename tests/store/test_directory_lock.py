@@ -61,7 +61,7 @@ def test_a_directory_that_is_being_read_makes_way_when_its_readers_are_done(
     reader = threading.Thread(target=read)
     reader.start()
     assert shares.wait(60)
-    make_room(tmp_path, tmp_path / "own", 4096, 8192)
+    make_room(tmp_path, tmp_path / "own", 4096, 8192, {})
     assert not unused.exists()
     reader.join()
 

@@ -61,7 +61,7 @@ class ChainRoot:
         self._weights = Weights()
         self._manager: KVCacheManager | None = None
         self._has_outdated_pages = False
-        """True from a change, if vLLM's pages could not be forgotten, until its cache is empty."""
+        """True from a change until vLLM's cache is empty, unless its pages have been forgotten."""
         self._has_outdated_hits = False
         """True from a change amid a step's matching to the step's end: vLLM has matched a request
         with its own pages before the connector was asked."""
@@ -123,8 +123,7 @@ class ChainRoot:
         if not is_matching:
             self._has_outdated_hits = False
         if (self._has_outdated_pages or self._cleared) and not self._has_pages():
-            self._has_outdated_pages = False
-            self._cleared.clear()
+            self._on_empty()
         latest = self._store.generation
         if latest is self._generation:
             return
@@ -138,8 +137,9 @@ class ChainRoot:
 
     def on_cleared(self, what: Cleared) -> None:
         """Have vLLM's pages forgotten; those of these requests are from before a clearing."""
-        if not self._forget_pages():
-            self._cleared.add(what)
+        if self._has_pages():
+            self._cleared.add(what)  # first: to forget them may fail
+            self._forget_pages()
 
     def empty_pages(self) -> bool:
         """Let no request hit what is in vLLM's own prefix cache.
@@ -147,9 +147,13 @@ class ChainRoot:
         False if that is not possible while requests hold its pages, see `forget_own_pages`.
         """
         manager = self._manager
-        return manager is not None and (
-            bool(manager.reset_prefix_cache()) or forget_own_pages(manager)
-        )
+        if manager is None:
+            return False
+        is_unused = manager.block_pool.get_usage() == 0  # else vLLM warns that it cannot
+        if is_unused and manager.reset_prefix_cache():
+            self._on_empty()
+            return True
+        return self._forget_pages()
 
     def on_admitted(self, request: Request) -> None:
         """Have the pages of a request forgotten that vLLM has matched with outdated ones."""
@@ -170,13 +174,21 @@ class ChainRoot:
         self._generation = self._store.catch_up()
         self.hasher = self.hasher.with_root(self._generation.tag, self._weights.tag)
         self._on_change(self.hasher)
-        self._has_outdated_pages = self._has_pages() if keeps_pages else not self._forget_pages()
+        self._has_outdated_pages = self._has_pages()  # first: to forget them may fail
+        if self._has_outdated_pages and not keeps_pages:
+            self._forget_pages()
 
     def _forget_pages(self) -> bool:
-        """Forget what vLLM's own cache has; False if something from before may be found in it."""
-        if self._manager is None or not self._has_pages():
-            return True
-        return forget_own_pages(self._manager)
+        """Forget what vLLM's own cache has; False if that is not possible while requests run."""
+        is_empty = self._manager is not None and forget_own_pages(self._manager)
+        if is_empty:
+            self._on_empty()
+        return is_empty
+
+    def _on_empty(self) -> None:
+        """Note that nothing from before can be found in vLLM's own cache."""
+        self._has_outdated_pages = False
+        self._cleared.clear()
 
     def _has_pages(self) -> bool:
         """Return whether vLLM's own cache may have pages from before now.

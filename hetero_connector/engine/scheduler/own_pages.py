@@ -25,7 +25,8 @@ def forget_own_pages(manager: KVCacheManager) -> bool:
     """
     if not _can_forget(manager):
         return False
-    manager.block_pool.evict_blocks(set(range(1, manager.block_pool.num_gpu_blocks)))
+    pool = manager.block_pool
+    pool.evict_blocks({x.block_id for x in pool.blocks if x.block_hash is not None})
     for blocks_of_type in _managers(manager):
         for request_id, blocks in blocks_of_type.req_to_blocks.items():
             if blocks:
@@ -47,9 +48,9 @@ def _can_forget(manager: KVCacheManager) -> bool:
     """Return True if vLLM has the attributes that are used here, which are not public."""
     return (
         can_hide(manager)
-        and hasattr(manager.block_pool, "num_gpu_blocks")
+        and hasattr(manager.block_pool, "blocks")
         and not getattr(manager.coordinator, "enable_partial_hash_hits", True)
-        and all(getattr(x, "mamba_cache_mode", "") != "align" for x in _managers(manager))
+        and all(getattr(x, "mamba_cache_mode", "none") == "none" for x in _managers(manager))
     )
 
 

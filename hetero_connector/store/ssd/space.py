@@ -217,10 +217,17 @@ def _difference(path: Path, description: Mapping[str, Any]) -> str:
     journal.close()
     if other.get("weights") != description.get("weights"):
         return f"of the model {other.get('model_name') or 'without a name'}, not in use"
-    one, two = ({**x.get("extras", {}), **x} for x in (other, description))
-    names = {*_SETTINGS, *other.get("extras", {}), *description.get("extras", {})}
+    extras = [_extras_of(x) for x in (other, description)]
+    one, two = extras[0] | dict(other), extras[1] | dict(description)
+    names = {*_SETTINGS, *extras[0], *extras[1]}
     changed = sorted(name for name in names if one.get(name) != two.get(name))
     return f"of this model with other settings: {', '.join(changed) or 'its configuration'}"
+
+
+def _extras_of(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what else a description has; the unused directory's may be damaged."""
+    extras = description.get("extras")
+    return dict(extras) if isinstance(extras, Mapping) else {}
 
 
 def _remove(victim: ModelDirectory, description: Mapping[str, Any]) -> bool:

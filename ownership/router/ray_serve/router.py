@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from ray.util.metrics import Counter
@@ -33,6 +34,8 @@ class OwnerRouter(RequestRouter):
             _log.error("requests are placed by their sessions alone: %s", error)
             config = replica_config({})
         self._placing = ReplicaPlacing(config)
+        self._heard = WeakSet[Any]()
+        """The futures whose ends are followed: a request that a replica rejects gets another."""
         self._placements = Counter(
             "heterocache_router_placements",
             "Requests placed by a policy, by certainty (exact, degraded, blind) and action",
@@ -66,7 +69,7 @@ class OwnerRouter(RequestRouter):
         is_first, context.should_backoff = not context.should_backoff, True  # all were asked
         by_name = {x.replica_id.unique_id: x for x in candidate_replicas}
         try:
-            placed = await self._place(pending_request, list(by_name), is_first=is_first)
+            placed = await self._place(pending_request, list(by_name))
             if placed is not None and is_first:  # Ray asks again while all replicas are full
                 self._count(placed)
         except Exception:  # raised here, it would leave the request waiting
@@ -81,11 +84,9 @@ class OwnerRouter(RequestRouter):
         """Called by Ray when an answer has ended, or its replica or client has."""
         self._placing.ended(internal_request_id, replica_id.unique_id)
 
-    async def _place(
-        self, pending: PendingRequest, candidates: list[str], *, is_first: bool
-    ) -> Placed | None:
+    async def _place(self, pending: PendingRequest, candidates: list[str]) -> Placed | None:
         """Return the placement of a request, counted until Ray tells of its end; None if all
-        candidates have left. `is_first`: False if Ray asks for it again."""
+        candidates have left."""
         metadata, args = pending.metadata, pending.args
         request = request_of(
             metadata.call_method,
@@ -95,7 +96,8 @@ class OwnerRouter(RequestRouter):
         )
         name = metadata.internal_request_id
         on_future = self._on_future(name)
-        if is_first:
+        if pending.future not in self._heard:  # Ray asks hundreds of times for the same
+            self._heard.add(pending.future)
             pending.future.add_done_callback(on_future)
         placed = await self._placing.place(name, request, candidates)
         if placed is None:

@@ -155,6 +155,45 @@ def test_the_share_of_a_class_does_not_grow_with_its_clients() -> None:
     play(story())
 
 
+def test_a_class_keeps_its_share_of_a_model_however_much_it_gets_of_another() -> None:
+    """Chats take a hundred turns at the fast model while all workers of the slow one are full."""
+
+    async def story() -> None:
+        bench = Bench(Room(slow=0, fast=0))
+        await bench.wait(*[request("chat", Priority.HIGH, "fast")] * 101)
+        await bench.wait(request("batch", Priority.LOW, "slow"))
+        await bench.wait(*[request("chat", Priority.HIGH, "slow")] * 2)
+        await bench.release(100, model="fast")
+        await bench.release(3, model="slow")
+        slow = [x.caller for x in bench.entered if x.model == "slow"]
+        assert slow == ["chat", "chat", "batch"]
+        for task in bench.tasks:
+            task.cancel()
+
+    play(story())
+
+
+class OneRoom(Room):
+    """Room for requests of any model: all have the same workers."""
+
+    def __call__(self, wanted: RouterRequest) -> int | None:
+        return self.by_model.total()
+
+
+def test_classes_of_models_that_have_the_same_workers_get_their_shares() -> None:
+    async def story() -> None:
+        bench = Bench(OneRoom(any=0))
+        await bench.wait(*[request("batch", Priority.LOW, "a")] * 200)
+        await bench.wait(*[request("chat", Priority.HIGH, "b")] * 200)
+        await bench.release(85)
+        served = Counter(x.priority for x in bench.entered)
+        assert abs(served[Priority.LOW] - 85 / 17) <= 1
+        for task in bench.tasks:
+            task.cancel()
+
+    play(story())
+
+
 def test_within_a_flow_the_first_is_first() -> None:
     async def story() -> None:
         bench = Bench(Room(any=0))

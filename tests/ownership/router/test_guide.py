@@ -54,7 +54,7 @@ def test_the_router_can_be_tried_without_an_engine(tmp_path: Path, stack: ExitSt
         return re.sub("|".join(ports), lambda found: ports[found[0]], text)
 
     workers = "[http://127.0.0.1:8001, http://127.0.0.1:8002]"
-    (tmp_path / "fleet.yaml").write_text(with_ports(f"workers: {workers}\nport: 8080\n"))
+    (tmp_path / "router.yaml").write_text(with_ports(f"workers: {workers}\nport: 8080\n"))
     for command in commands("Try it without an engine"):
         words = [with_ports(word) for word in command]
         if words[0] == "curl":

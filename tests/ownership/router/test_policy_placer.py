@@ -24,6 +24,7 @@ from ownership.router.identity import ChainCache, PromptIdentity
 from ownership.router.opening import open_identity
 from ownership.router.policy_placer import PolicyPlacer, _Planned
 from ownership.router.reports import reported_load
+from ownership.router.shared_ledger import SharedLedger
 from ownership.router.view import Certainty, FleetChains, PrefixViews, PromptView, Reason, Trust
 from ownership.scheduling import Work, WorkerLoad
 from ownership.scheduling.decision import Placement, PlacementAction
@@ -603,6 +604,38 @@ def test_a_load_is_read_from_the_metrics_of_all_engines() -> None:
     assert reported_load("python_info 1.0\n") is None
     without = "\n".join(x for x in metrics.splitlines() if "tokens_sum" not in x)
     assert reported_load(without) == WorkerLoad(0, 2, 4, 800)
+
+
+@pytest.mark.parametrize("has_byte", [False, True])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_first_token_that_was_only_predicted_computes_no_turn(
+    is_shared: bool, has_byte: bool
+) -> None:
+    """The client of an answer that is not streamed gives up before it has a byte."""
+    placer, views = a_placer()
+    fleet = fleet_of(fleet_worker("a"), fleet_worker("b"))
+    ledger = SharedLedger("x", fleet) if is_shared else Ledger(fleet)
+    peer = SharedLedger("y", fleet_of(fleet_worker("a"), fleet_worker("b")))
+    if isinstance(ledger, SharedLedger):
+        peer.take_in(ledger.take_message(0.0), 0.0, 0.0)  # the first one has only what is open
+    placer._ledger = ledger
+    placed = handed_off("b", "b", 1_000)
+    work = Work.of(placed.step, placed.placement)._replace(session_id="s")
+    ledger.sent(placed, work, 0.0)
+    ledger.first_token(placed, 1.0)  # at the time that was predicted
+    once = ledger.view(1.0).prefill_demand
+    if has_byte:
+        placer.on_first_byte(placed, 2.0)
+    placer.on_ended(placed, 0, 2.0)
+    assert len(ledger) == 0
+    assert ledger.view(1.0).prefill_demand == pytest.approx(once)
+    heard: list[Ledger] = [ledger]
+    if isinstance(ledger, SharedLedger):
+        peer.take_in(ledger.take_message(2.0), 2.0, 2.0)
+        heard.append(peer)
+    for one in heard:
+        assert (one.sessions.last_turn("s") is not None) == has_byte
+    views.close()
 
 
 def a_placer() -> tuple[PolicyPlacer, PrefixViews]:

@@ -309,6 +309,43 @@ def test_a_request_counts_where_ray_sends_it_and_nowhere_if_its_client_has_left_
     asyncio.run(act())
 
 
+def test_a_request_that_a_replica_has_rejected_is_followed_to_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray chooses again for the same request, and gives it another future (`reset_future`)."""
+    ray = RayRouter(monkeypatch)
+
+    async def act() -> None:
+        ray.router.update_replicas(ray.replicas)
+        pending = ray.pending("a")
+        [[first], _] = await ray.router.choose_replicas(ray.replicas, pending)
+        pending.future.set_result(first)
+        await asyncio.sleep(0)
+        pending.future = asyncio.Future()
+        [_, [other]] = await ray.router.choose_replicas(ray.replicas, pending)
+        pending.future.set_result(other)  # the chosen one is full
+        await asyncio.sleep(0)
+        assert ray.in_flight()[other.replica_id.unique_id] == 1
+        pending.future = asyncio.Future()
+        await ray.router.choose_replicas(ray.replicas, pending)
+        pending.future.cancel()  # the client leaves
+        await asyncio.sleep(0)
+        assert set(ray.in_flight().values()) == {0}
+        await ray.router._placing.close()
+
+    asyncio.run(act())
+
+
+class CountedFuture(asyncio.Future[Any]):
+    """Counts what is to be called at its end."""
+
+    callbacks = 0
+
+    def add_done_callback(self, *given: Any, **keys: Any) -> None:
+        self.callbacks += 1
+        super().add_done_callback(*given, **keys)
+
+
 @pytest.mark.parametrize("earlier", [0, 3])
 def test_a_client_that_leaves_while_its_request_is_placed_counts_nowhere(
     earlier: int, monkeypatch: pytest.MonkeyPatch
@@ -318,17 +355,11 @@ def test_a_client_that_leaves_while_its_request_is_placed_counts_nowhere(
     async def act() -> None:
         ray.router.update_replicas(ray.replicas)
         pending = ray.pending("a")
-        added = list[object]()
-        add = pending.future.add_done_callback
-        pending.future = SimpleNamespace(
-            add_done_callback=lambda call: (added.append(call), add(call)),
-            cancelled=pending.future.cancelled,
-            cancel=pending.future.cancel,
-            done=pending.future.done,
-        )
+        pending.future = CountedFuture()
         for _ in range(earlier):
             await ray.router.choose_replicas(ray.replicas, pending)
-            assert len(added) == 1, "Ray asks hundreds of times while all replicas are full"
+            added = pending.future.callbacks
+            assert added == 1, "Ray asks hundreds of times while all replicas are full"
         place = ray.router._placing.place
 
         async def left_meanwhile(*given: Any) -> Placed | None:

@@ -119,14 +119,28 @@ def test_round_robin_pd_takes_the_workers_of_each_pool_in_turn() -> None:
 def test_round_robin_pd_prefills_at_another_worker_than_it_decodes(
     found: list[WorkerView], asked: list[Step]
 ) -> None:
-    """It decodes where it prefills only if the prefill pool has no other that accepts."""
+    """It decodes where it prefills if, and only if, the prefill pool has no other that accepts."""
     policy, fleet = RoundRobinPd(), FleetView(BYTE_A_TOKEN, found)
     names = [fleet.names[i] for i in fleet.prefill_pool]
     accepting = {x.name for x in found if x.load.accepting}
-    pool = accepting & set(names) or accepting
     for step in asked:
         prefill, decode = where(policy, step, fleet)
-        assert prefill != decode or pool == {decode}
+        assert (prefill == decode) == (accepting & set(names) <= {decode})
+
+
+@pytest.mark.parametrize("policy", [StaticPd(), RoundRobinPd()], ids=lambda policy: policy.name)
+def test_a_decoder_computes_prompts_while_no_prefill_worker_accepts(
+    policy: SchedulingPolicy,
+) -> None:
+    """The idle decoder d2 computes no prompt for d1, which has the session."""
+    fleet = fleet_of(
+        worker("p", WorkerLoad(accepting=False), role=Role.PREFILL),
+        worker("d1", WorkerLoad(queued_tokens=500), role=Role.DECODE),
+        worker("d2", role=Role.DECODE),
+    )
+    for _ in range(2):
+        prefill, decode = where(policy, Step(10, owner="d1"), fleet)
+        assert prefill == decode
 
 
 def test_prefix_aware_takes_a_long_prefix_while_loads_are_balanced() -> None:
