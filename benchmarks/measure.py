@@ -11,7 +11,7 @@ import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +57,23 @@ class Samples:
         """Return the median of the ratios of samples that were taken together."""
         pairs = zip(self.by_name[name], self.by_name[reference], strict=True)
         return statistics.median(a / b for a, b in pairs)
+
+    def paired_differences(self, name: str, reference: str) -> list[float]:
+        """Return the differences of samples that were taken together; none without samples."""
+        if name not in self.by_name:
+            return []
+        pairs = zip(self.by_name[name], self.by_name[reference], strict=True)
+        return [a - b for a, b in pairs]
+
+
+def error_of_median(values: Iterable[float]) -> float | None:
+    """Return half of the 95 % confidence interval of the values' median; None for a few values.
+
+    By ranks, so it supposes nothing of the noise: the median lies between two of the values.
+    """
+    ordered = sorted(values)
+    first = math.floor((len(ordered) - 1.96 * math.sqrt(len(ordered))) / 2)
+    return (ordered[-first] - ordered[first - 1]) / 2 if first >= 1 else None
 
 
 class Memcpy:

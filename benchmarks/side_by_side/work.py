@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine_process import CHECKPOINTS, prompt_tokens
-from benchmarks.measure import DirectDisk, Memcpy, Samples
+from benchmarks.measure import DirectDisk, Memcpy, Samples, error_of_median
 from benchmarks.side_by_side.contestants import Contestant, Place
 from benchmarks.side_by_side.environments import environment_of
 from benchmarks.side_by_side.processes import (
@@ -488,8 +487,8 @@ class _Run:
             spread=_spread(samples),
             prefill_ratio=samples.paired_ratio("cold save", "cold plain"),
             decode_ratio=samples.paired_ratio("decode save", "decode plain"),
-            added_s=_paired_difference(samples, "memory", "local"),
-            added_error_s=_error(samples, "memory", "local"),
+            added_s=_added_s(samples, "memory"),
+            added_error_s=error_of_median(samples.paired_differences("memory", "local")),
             added_over_memcpy=_added_over_memcpy(samples),
             power=self._reference.power(),
             restored_tokens={"memory": min(restored, default=0)},
@@ -549,7 +548,7 @@ class _Run:
             | {f"{how} {name}": samples.median(name) for name in ("limit", "verified limit")},
             start_s=self.row.start_s | {how: start_s},
             restored_tokens=self.row.restored_tokens | {how: min(restored)},
-            after_s=self.row.after_s | {how: _paired_difference(samples, how, "local")},
+            after_s=self.row.after_s | {how: _added_s(samples, how)},
         )
 
     def _judge(self, how: str, round_: int, reply: Reply) -> None:
@@ -558,30 +557,10 @@ class _Run:
         self.row = replace(self.row, distances=self.row.distances | {how: worst})
 
 
-def _paired_difference(samples: Samples, name: str, other: str) -> float | None:
-    """Return the median difference of samples that were taken together."""
-    differences = _differences(samples, name, other)
-    return statistics.median(differences) if differences else None
-
-
-def _error(samples: Samples, name: str, other: str) -> float | None:
-    """Return half of the 95 % confidence interval of `_paired_difference`; None for a few pairs.
-
-    By ranks, so it supposes nothing of the noise: the median lies between two of the differences.
-    """
-    differences = sorted(_differences(samples, name, other))
-    number = len(differences)
-    first = math.floor((number - 1.96 * math.sqrt(number)) / 2)
-    if first < 1:
-        return None
-    return (differences[number - first] - differences[first - 1]) / 2
-
-
-def _differences(samples: Samples, name: str, other: str) -> list[float]:
-    if name not in samples.by_name:
-        return []
-    pairs = zip(samples.by_name[name], samples.by_name[other], strict=True)
-    return [a - b for a, b in pairs]
+def _added_s(samples: Samples, name: str) -> float | None:
+    """Return the median of what restores add to the own hits that follow them."""
+    added = samples.paired_differences(name, "local")
+    return statistics.median(added) if added else None
 
 
 def _added_over_memcpy(samples: Samples) -> float | None:

@@ -46,7 +46,7 @@ class _Turns(Generic[_Key]):
         return sorted(self._times, key=self._times.__getitem__)
 
     def take(self, key: _Key, weight: float = 1.0) -> None:
-        """A key takes a turn."""
+        """Count a turn of the key."""
         self._now = max(self._now, self._times[key])
         self._times[key] += 1.0 / weight
 
@@ -59,7 +59,7 @@ class _Class:
         self.turns = _Turns[str]()
 
 
-class _FairQueue:
+class _ClassQueue:
     """Waiting requests: the classes take turns by weight, and the callers of a class by turns.
 
     So a class gets its share while it has requests, from however many callers, and a caller that
@@ -97,7 +97,7 @@ class _FairQueue:
         return None
 
     def take(self, waiter: _Waiter) -> None:
-        """Remove a request whose class and caller so take a turn."""
+        """Remove a request, and count a turn of its class and of its caller."""
         priority = waiter.request.priority
         self._turns.take(priority, WEIGHTS[priority])
         self._classes[priority].turns.take(waiter.request.caller)
@@ -117,22 +117,22 @@ class _FairQueue:
 
 
 class FairQueue:
-    """Waiting requests of all models, in turns of all and, within a model, in its own.
+    """The waiting requests of all models. Shares are kept for each model.
 
-    What a class was given at one model's workers must not count against it at another's. The turns
-    of all say which model is next, for models that have the same workers.
+    A class's turns at one model's workers must not count against it at another's. The turns over
+    all requests say which model is next: models may have the same workers.
     """
 
     def __init__(self) -> None:
-        self._all = _FairQueue()
-        self._models: dict[str | None, _FairQueue] = {}
+        self._all = _ClassQueue()
+        self._models: dict[str | None, _ClassQueue] = {}
 
     def __len__(self) -> int:
         return len(self._all)
 
     def push(self, waiter: _Waiter) -> None:
         self._all.push(waiter)
-        self._models.setdefault(waiter.request.model, _FairQueue()).push(waiter)
+        self._models.setdefault(waiter.request.model, _ClassQueue()).push(waiter)
 
     def pop(self, can_run: Callable[[RouterRequest], bool]) -> _Waiter | None:
         """Take the next request that can run.

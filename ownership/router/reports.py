@@ -1,5 +1,5 @@
-"""Reads from workers' own metrics how busy they are, for other clients may use them, too, and if
-they sleep."""
+"""Reads from workers' own metrics if they sleep, and how busy they are: other clients may use them,
+too."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from benchmarks import measure
-from benchmarks.measure import Samples
+from benchmarks.measure import Samples, error_of_median
 from benchmarks.side_by_side import __main__ as command
 from benchmarks.side_by_side import report, work
 from benchmarks.side_by_side.contestants import CONTESTANTS, Contestant, Place
@@ -31,7 +31,6 @@ from benchmarks.side_by_side.work import (
     Case,
     References,
     _added_over_memcpy,
-    _error,
     cause,
     useful_bytes,
 )
@@ -93,13 +92,10 @@ def test_what_a_restore_adds_is_compared_with_the_copy_of_its_turn() -> None:
     assert _added_over_memcpy(Samples({"local": [1.0]})) is None
 
 
-def test_the_error_of_a_difference_is_half_of_the_interval_between_two_of_the_pairs() -> None:
-    differences = [float(x) for x in range(100)]
-    samples = Samples({"memory": [1.0 + x for x in differences], "local": [1.0] * 100})
-    assert _error(samples, "memory", "local") == (60.0 - 39.0) / 2
-    few = Samples({"memory": [2.0, 3.0], "local": [1.0, 1.0]})
-    assert _error(few, "memory", "local") is None
-    assert _error(Samples({"local": [1.0]}), "memory", "local") is None
+def test_the_error_of_a_median_is_half_of_the_interval_between_two_of_the_values() -> None:
+    assert error_of_median(float(x) for x in reversed(range(100))) == (60.0 - 39.0) / 2
+    assert error_of_median([1.0, 2.0]) is None
+    assert error_of_median([]) is None
 
 
 def test_the_fixed_part_of_a_restore_is_shown_with_its_error() -> None:

@@ -154,7 +154,7 @@ def test_vllms_pages_of_other_weights_are_not_found(
     assert generate(llm, PROMPT, max_tokens=8).num_cached_tokens > 0, "an update that none notices"
     load(llm, 0)
     other = prompt_tokens(300, seed=44)
-    running = add(llm, other, max_tokens=80)
+    add(llm, other, max_tokens=80)
     step(llm, 3)
     load(llm, 1)
     name(llm, "v1")
@@ -164,7 +164,7 @@ def test_vllms_pages_of_other_weights_are_not_found(
     assert llm.llm_engine.has_unfinished_requests(), "the one from before runs all the time"
     step(llm, 60)
     assert not llm.llm_engine.has_unfinished_requests()
-    assert generate(llm, other).num_cached_tokens == 0, running
+    assert generate(llm, other).num_cached_tokens == 0, "its pages are found by none"
     own = generate(llm, PROMPT, max_tokens=8)
     assert own.num_cached_tokens > 0
     assert delta(own, answers[1]) <= TOLERANCE

@@ -118,7 +118,7 @@ class ChainRoot:
     def adopt_fleet_reset(self, *, is_matching: bool = False) -> None:
         """Change the root if the fleet was reset, which another thread notices.
 
-        `is_matching`: vLLM admits requests at present.
+        `is_matching`: vLLM is admitting requests, one of which it has matched with its own pages.
         """
         if not is_matching:
             self._has_outdated_hits = False
@@ -163,7 +163,7 @@ class ChainRoot:
     def may_be_outdated(self, request: Request, local_tokens: int) -> bool:
         """True if a hit of `local_tokens` in vLLM's own cache may be from before the last change.
 
-        Old pages look like newer ones.
+        vLLM's pages do not tell when they were computed.
         """
         if local_tokens <= 0:
             return False

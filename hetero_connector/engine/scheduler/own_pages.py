@@ -18,7 +18,7 @@ _ALL_BLOCKS = 1 << 40
 
 
 def forget_own_pages(manager: KVCacheManager) -> bool:
-    """Let no request hit a page that has been computed, or that a running request fills later.
+    """Let no request hit a page from before now, or one that a running request fills later.
 
     Returns False, and does nothing, where vLLM also publishes blocks that are partly full, by
     another count: with recurrent state in its "align" mode.
@@ -45,7 +45,8 @@ def forget_pages_of(manager: KVCacheManager, request_id: str) -> None:
 
 
 def _can_forget(manager: KVCacheManager) -> bool:
-    """Return True if vLLM has the attributes that are used here, which are not public."""
+    """Return True if no block is published by another count than the one that is raised here, and
+    vLLM has the attributes that this needs, which are not public."""
     return (
         can_hide(manager)
         and hasattr(manager.block_pool, "blocks")

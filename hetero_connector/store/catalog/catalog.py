@@ -463,7 +463,7 @@ class Catalog:
     def has_overdue_write(self) -> bool:
         """Return whether the next write has waited for reads for long enough.
 
-        Takes the lock if there is one.
+        Takes the lock only if a write waits.
         """
         if not len(self.writes):
             return False

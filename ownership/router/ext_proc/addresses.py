@@ -24,7 +24,7 @@ class _Lookup(NamedTuple):
     asked_s: float
 
     def counts(self, since_s: float) -> bool:
-        """Return False if it has failed, or its answer is of an earlier question."""
+        """Return False if it has failed, or has an answer and was asked before `since_s`."""
         answer = self.answer
         if not answer.done():
             return True
